@@ -67,6 +67,8 @@ def tiny_model(family: str, kind: str = "ForCausalLM", seed: int = 0, scale: flo
     config = tiny_config(family, **overrides)
     config._attn_implementation = attn_implementation
     torch.manual_seed(seed)
+    if family == "gpt2" and kind == "ForCausalLM":
+        kind = "LMHeadModel"
     model: PreTrainedModel = getattr(transformers, f"{FAMILIES[family][0]}{kind}")(config)
     scale_up(model, scale)
     return model.eval()

@@ -1,0 +1,274 @@
+"""Converted models: any stock Transformers decoder class with the two seams in place.
+
+`drope_class(LlamaForCausalLM)` is a subclass of the stock class that reads `config.drope_parameters`; `apply_drope(model, ...)`
+turns a stock model into one in memory. Classes are made when first asked for, so that `DroPELlamaForCausalLM` and its like
+are attributes of this module, here and where a checkpoint's copy of it is loaded with `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention_drope import (
+    QKNorm,
+    check_scale,
+    drope_attention_class,
+    is_attention,
+    refuse_backend,
+    rotates_queries_and_keys_together,
+)
+from .configuration_drope import (
+    DroPEParameters,
+    auto_map,
+    base_model_type,
+    drope_class_name,
+    drope_config_class,
+    stock_class_name,
+)
+from .position_bias import Fp32Module, PositionBias, build_position_bias
+from .rotary_drope import FadingRotaryEmbedding, RopeScale, fade_embedding
+
+_ROTARY = "rotary_emb"
+_LEARNED_TABLE = "wpe"
+# Modules kept in fp32 whatever the model's dtype, and filled by their own `reset_parameters`.
+_POSITION_MODULES = ("position_bias", "qk_norm")
+
+
+class DroPEMixin:
+    """What a converted model adds to its stock class."""
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Classification heads ask AutoModel for their base model; the answer is keyed by this very config class.
+        base = auto_map(config.model_type)["AutoModel"].rpartition(".")[2]
+        transformers.AutoModel.register(type(config), globals()["__getattr__"](base), exist_ok=True)
+        super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        _install(self)
+        super().post_init()  # type: ignore[misc]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Fp32Module | RopeScale):
+            module.reset_parameters()
+            if not isinstance(module, nn.Embedding):
+                return
+        super()._init_weights(module)  # type: ignore[misc]
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        _refuse_backend(self.config, attn_implementation or "sdpa")
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
+    def set_rope_scale(self, rope_scale: float) -> None:
+        """Set the strength of the model's own position encoding: 1 is the source's, 0 drops it.
+
+        The value goes into `config.drope_parameters` too, so that a saved checkpoint carries its stage.
+        """
+        settings = DroPEParameters.from_dict(self.config.drope_parameters).replace(rope_scale=rope_scale)
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, RopeScale):
+                module.set_rope_scale(settings.rope_scale)
+        self._write(settings)
+
+    def set_gate_temperature(self, temperature: float) -> None:
+        """Set the temperature T > 0 of every query or score gate; stored in `config.drope_parameters` as well.
+
+        Raises:
+            ValueError: the model has no gate with a temperature.
+        """
+        settings = DroPEParameters.from_dict(self.config.drope_parameters)
+        if "temperature" not in (settings.gate or {}):
+            raise ValueError("This model has no gate with a temperature; convert it with a 'query' or 'score' gate.")
+        settings = settings.replace(temperature=temperature)
+        for module in self.position_biases():
+            module.gate.set_temperature(float(temperature))  # type: ignore[union-attr, operator]
+        self._write(settings)
+
+    def position_biases(self) -> Iterator[PositionBias]:
+        """The `position_bias` module of each layer that has one."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if getattr(module, "position_bias", None) is not None:
+                yield module.position_bias
+
+    def position_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that carry position: those of every bias and gate."""
+        for module in self.position_biases():
+            yield from module.parameters()
+
+    def _write(self, settings: DroPEParameters) -> None:
+        self.config.drope_parameters = settings.to_dict()
+        _mark_dropped_table(self)
+
+
+def _refuse_backend(config: Any, implementation: str) -> None:
+    settings = DroPEParameters.from_dict(config.drope_parameters)
+    named = {
+        "position_bias": settings.position_bias and f"a position bias of type {settings.position_bias['type']!r}",
+        "window": settings.window and "a window",
+        "attention_scale": check_scale(settings.attention_scale) and "an attention scale",
+    }
+    for what in filter(None, named.values()):
+        refuse_backend(implementation, what)
+
+
+def _install(model: Any) -> None:
+    """Put both seams into `model` as `model.config.drope_parameters` asks, once."""
+    settings = DroPEParameters.from_dict(model.config.drope_parameters)
+    settings.check_layers(model.config.num_hidden_layers)
+    rotary = _install_position_encoding(model, settings)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not hasattr(module, "set_rope_scale"):
+            module.__class__ = drope_class(type(module))
+        elif is_attention(module) and not hasattr(type(module), "needs_position"):
+            _install_attention(model, module, settings, rotary)
+    # In place of a class attribute, which would hide the stock class's own.
+    strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    model._keep_in_fp32_modules_strict = strict | set(_POSITION_MODULES)
+    _mark_dropped_table(model)
+
+
+def _install_position_encoding(model: Any, settings: DroPEParameters) -> bool:
+    """Wrap the model-level rotary module or learned table; whether it is a rotary one."""
+    base = model.base_model
+    if not hasattr(base, _ROTARY) and not hasattr(base, _LEARNED_TABLE):
+        raise ValueError(
+            f"{type(base).__name__} has neither a model-level {_ROTARY} nor a learned table {_LEARNED_TABLE}, "
+            "so there is no position encoding here that hf_drope could take out."
+        )
+    rotary = hasattr(base, _ROTARY)
+    if rotary and not isinstance(base.rotary_emb, RopeScale):
+        keeps = settings.rope_layers is not None
+        base.rotary_emb = FadingRotaryEmbedding(base.rotary_emb, settings.rope_fade, settings.rope_scale, keeps)
+    elif not rotary and not isinstance(base.wpe, RopeScale):
+        if settings.rope_layers is not None:
+            raise ValueError("rope_layers needs rotary positions; a learned table is added once, before all layers.")
+        base.wpe = fade_embedding(base.wpe, settings.rope_scale)
+    return rotary
+
+
+def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotary: bool) -> None:
+    config, index = model.config, module.layer_idx
+    if settings.position_bias is not None and getattr(module, "reorder_and_upcast_attn", False):
+        raise ValueError("reorder_and_upcast_attn=True bypasses the position bias; set it to False in the config.")
+    stock = type(module)
+    module.__class__ = drope_attention_class(stock, rotary)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    module.position_bias = build_position_bias(
+        settings, num_heads=heads, num_key_value_heads=groups, hidden_size=config.hidden_size
+    )
+    module.qk_norm = None
+    if settings.qk_norm is not None:
+        if not rotates_queries_and_keys_together(stock):
+            raise ValueError(f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together.")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim)
+    module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
+    module.attention_scale = check_scale(settings.attention_scale)
+    module.window = settings.window[index] if isinstance(settings.window, list | tuple) else settings.window
+
+
+def _mark_dropped_table(model: Any) -> None:
+    """A learned table at strength 0 is not saved: the checkpoint says that it was dropped."""
+    keys = {name for name, module in model.named_modules() if isinstance(module, RopeScale) and hasattr(module, "weight")}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    weights = {f"{name}.weight" for name in keys}
+    dropped = model.config.drope_parameters["rope_scale"] == 0.0
+    model._keys_to_ignore_on_save = ignored | weights if dropped else ignored - weights
+
+
+_model_classes: dict[type, type] = {}
+
+
+def drope_class(stock: Any) -> Any:
+    """The converted form of a stock model class, for example `drope_class(LlamaForCausalLM)` → `DroPELlamaForCausalLM`.
+
+    Its config class is `drope_config_class(stock)`; it builds, saves and loads like the stock class.
+    """
+    if issubclass(stock, DroPEMixin):
+        return stock
+    if stock not in _model_classes:
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"{stock.__name__} with its position encoding as `config.drope_parameters` asks.",
+            "config_class": drope_config_class(stock),
+        }
+        converted: Any = type(drope_class_name(stock.__name__), (DroPEMixin, stock), namespace)
+        homes = {entry.rpartition(".")[2]: auto for auto, entry in auto_map(stock.config_class.model_type).items()}
+        converted.register_for_auto_class(homes.get(converted.__name__, "AutoModel"))
+        _model_classes[stock] = converted
+    return _model_classes[stock]
+
+
+def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overrides: Any) -> Any:
+    """Convert a stock model in memory.
+
+    Args:
+        model: a stock Transformers model.
+        parameters: a preset ("nope", "simple", "gated", "drope", "t5", "alibi", "kerple") or settings.
+        overrides: single settings, such as `rope_scale=1.0` or `max_distance=1024`.
+
+    Returns:
+        The same object, its class and config changed; its weights are untouched.
+
+    Raises:
+        ValueError: not a stock model, a setting is wrong, or the model's attention backend cannot run the bias.
+    """
+    if isinstance(parameters, str):
+        settings = DroPEParameters.preset(parameters, **overrides)
+    else:
+        settings = parameters.replace(**overrides)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"apply_drope takes a Transformers model, not {type(model).__name__}; unwrap it first.")
+    if hasattr(model, "set_rope_scale"):
+        raise ValueError(
+            f"{type(model).__name__} is converted already; use set_rope_scale, or convert its source with other settings."
+        )
+    old_config: Any = model.config
+    # The caller may have built other models from the same config object: they keep it.
+    config = copy.deepcopy(old_config)
+    config.__class__ = drope_config_class(type(old_config))
+    config.drope_parameters = settings.to_dict()
+    config.auto_map = auto_map(config.model_type)
+    _refuse_backend(config, config._attn_implementation)
+    # Every refusal comes before the first change: a trial on a model without weights.
+    with torch.device("meta"):
+        drope_class(type(model))(copy.deepcopy(config))
+    for module in model.modules():
+        if getattr(module, "config", None) is old_config:
+            module.config = config
+    model.__class__ = drope_class(type(model))
+    _install(model)
+    for module in model.modules():
+        if getattr(module, "position_bias", None) is not None or getattr(module, "qk_norm", None) is not None:
+            module.to(next(iter(module.parameters())).device)
+        if isinstance(module, RopeScale):
+            module.scale.data = module.scale.to(model.device)
+    return model
+
+
+def register_model_classes(config_class: Any) -> None:
+    """Tell Transformers' Auto classes about the models of a converted config class."""
+    for auto_name, entry in auto_map(config_class.model_type).items():
+        if auto_name != "AutoConfig":
+            model_class = __getattr__(entry.rpartition(".")[2])
+            getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    """`DroPELlamaForCausalLM` and its like are made when first asked for."""
+    stock = getattr(transformers, stock_class_name(name), None) if name == drope_class_name(name) else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
+        return drope_class(stock)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["DroPEMixin", "apply_drope", "base_model_type", "drope_class", "register_model_classes"]

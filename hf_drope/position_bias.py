@@ -1,0 +1,458 @@
+"""Relative position biases and the gates that scale them.
+
+An attention score s_ij = q_i·k_j / sqrt(d) becomes s_ij + g · R_h(Δ), where Δ = j − i is the key's offset from the query
+(causal: Δ ≤ 0), R_h the position bias of head h, and g a gate: 1, one number per head, or a function of the query or of the
+score itself. Everything here works on plain scores `(batch, heads, queries, keys)` outside any Transformers model:
+
+    scores = TableBias(num_heads=8, max_distance=128)(scores)
+    scores = PositionBias(LogBias(8), ScoreGate())(scores, query_offset=past_length)
+
+Distances are whole numbers and all position arithmetic is fp32, whatever the scores' dtype: in bf16, 600 positions become
+407 distinct values. This file travels with every checkpoint and imports torch only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_SMALLEST_SLOPE = 1e-2
+
+
+class Fp32Module(nn.Module):
+    """Keeps its parameters in fp32 when the model around it is cast to half precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if tensor.is_floating_point() and moved.dtype in _LOW_PRECISION:
+                # Cast the original, not the result: its low bits are gone.
+                moved = tensor.to(device=moved.device, dtype=torch.float32)
+            return moved
+
+        return super()._apply(keep_precision, recurse)
+
+    def reset_parameters(self) -> None:
+        """Fill parameters and buffers with their initial values; nothing to do for a module that has none."""
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, values: list[float]) -> None:
+    # Transformers marks what came from a checkpoint, and guards torch's own init functions the same way.
+    if not getattr(tensor, "_is_hf_initialized", False):
+        tensor.copy_(torch.tensor(values, dtype=torch.float32))
+
+
+class RelativeBias(Fp32Module):
+    """Base of the biases R_h(Δ).
+
+    Args:
+        num_heads: query heads.
+        num_groups: independent sets of parameters (`num_heads`: one a head; key/value heads: one a group; 1: one a layer).
+
+    Raises:
+        ValueError: `num_groups` does not divide `num_heads`.
+    """
+
+    def __init__(self, num_heads: int, num_groups: int | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_groups = num_heads if num_groups is None else num_groups
+        if self.num_groups < 1 or num_heads % self.num_groups:
+            raise ValueError(f"{num_heads} heads cannot be shared by {self.num_groups} sets of position parameters.")
+
+    def group_values(self, offset: Tensor) -> Tensor:
+        """R for each parameter group: `offset` (n,) whole numbers Δ = j − i → (num_groups, n) in fp32."""
+        raise NotImplementedError(f"{type(self).__name__} has to define group_values.")
+
+    def values(self, offset: Tensor) -> Tensor:
+        """R_h(Δ): `offset` (n,) → (num_heads, n) in fp32."""
+        return self.group_values(offset).repeat_interleave(self.num_heads // self.num_groups, dim=0)
+
+    def forward(self, scores: Tensor, query_offset: int | Tensor = 0) -> Tensor:
+        """Scores with the bias added.
+
+        Args:
+            scores: (batch, heads, queries, keys); columns are key positions 0, 1, ...
+            query_offset: position of the first query; the number of cached keys when decoding.
+        """
+        bias = toeplitz(self, scores.shape[-2], scores.shape[-1], query_offset, scores.device)
+        return (scores.float() + bias).to(scores.dtype)
+
+    def extra_repr(self) -> str:
+        shared = "" if self.num_groups == self.num_heads else f", num_groups={self.num_groups}"
+        return f"num_heads={self.num_heads}{shared}"
+
+
+def offsets(queries: int, keys: int, query_offset: int | Tensor, device: torch.device) -> Tensor:
+    """All Δ = j − i of a block, ascending: (queries + keys − 1,). Nothing is read back from the device."""
+    return torch.arange(-(queries - 1), keys, device=device) - query_offset
+
+
+def unfold_rows(row: Tensor, queries: int, keys: int) -> Tensor:
+    """(…, queries + keys − 1) values over ascending Δ → the Toeplitz block (…, queries, keys)."""
+    return row.unfold(-1, keys, 1).flip(-2)
+
+
+def toeplitz(
+    bias: RelativeBias, queries: int, keys: int, query_offset: int | Tensor, device: torch.device | None = None
+) -> Tensor:
+    """The bias of a block as (heads, queries, keys): one row of 2L − 1 values unfolded, no gather over (L, L)."""
+    row = bias.values(offsets(queries, keys, query_offset, device or torch.device("cpu")))
+    return unfold_rows(row, queries, keys)
+
+
+def _by_side(offset: Tensor, values: Tensor) -> Tensor:
+    """Pick the parameters of the offset's direction: `values` (sides, groups, n), side 0 backward (Δ ≤ 0), 1 forward."""
+    if values.shape[0] == 1:
+        return values[0]
+    return torch.where(offset > 0, values[1], values[0])
+
+
+class TableBias(RelativeBias):
+    """A learned value per distance (simple bias RPE), or per T5 bucket of distances.
+
+    Without buckets the table is (2·max_distance − 1, groups) and Δ reads row Δ + max_distance − 1: the centre is
+    `max_distance`, never the running length, so a distance reads the same row at every length. Offsets past the table use
+    the last row of their side. With `num_buckets` it is T5's rule (arXiv 1910.10683): half the buckets of a side hold one
+    distance each, the others grow logarithmically up to `max_distance`; `bidirectional` gives each side its own half.
+
+    Args:
+        max_distance: distances told apart, at least 1.
+        num_buckets: None for one row a distance.
+        init_range: the table starts as U(−init_range, init_range).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        max_distance: int = 512,
+        num_buckets: int | None = None,
+        init_range: float = 0.1,
+        bidirectional: bool = False,
+        num_groups: int | None = None,
+    ) -> None:
+        super().__init__(num_heads, num_groups)
+        if max_distance < 1:
+            raise ValueError(f"max_distance is {max_distance}; it has to be at least 1.")
+        self.max_distance, self.num_buckets = max_distance, num_buckets
+        self.init_range, self.bidirectional = init_range, bidirectional
+        self.weight = _parameter(2 * max_distance - 1 if num_buckets is None else num_buckets, self.num_groups)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -self.init_range, self.init_range)
+
+    def rows(self, offset: Tensor) -> Tensor:
+        """The table row that each Δ reads, shape as `offset`."""
+        if self.num_buckets is None:
+            return (offset + self.max_distance - 1).clamp(0, 2 * self.max_distance - 2)
+        buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        first = (offset > 0).long() * buckets if self.bidirectional else 0
+        distance = offset.abs() if self.bidirectional else (-offset).clamp(min=0)
+        exact = buckets // 2
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return first + torch.where(distance < exact, distance, far)
+
+    def group_values(self, offset: Tensor) -> Tensor:
+        return self.weight.float()[self.rows(offset)].T
+
+    def extra_repr(self) -> str:
+        buckets = "" if self.num_buckets is None else f", num_buckets={self.num_buckets}"
+        return f"{super().extra_repr()}, max_distance={self.max_distance}{buckets}"
+
+
+class LogBias(RelativeBias):
+    """R = sign · γ · log(1 + a·|Δ|), two numbers per group and direction (KERPLE-log, arXiv 2205.09921, has sign −1).
+
+    Args:
+        sign: −1 favours near keys, +1 far ones.
+        init: "constant" (γ = 0.1, a = 1) or "kerple" (γ ~ U(0, 2), a ~ U(0, 1), both held above 0.01).
+        bidirectional: own parameters for Δ > 0; otherwise |Δ| decides alone.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        sign: int = -1,
+        init: str = "constant",
+        bidirectional: bool = False,
+        num_groups: int | None = None,
+    ) -> None:
+        super().__init__(num_heads, num_groups)
+        self.sign, self.init = sign, init
+        self.gamma = _parameter(1 + bidirectional, self.num_groups)
+        self.a = _parameter(1 + bidirectional, self.num_groups)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.init == "kerple":
+            nn.init.uniform_(self.gamma, 0.0, 2.0)
+            nn.init.uniform_(self.a, 0.0, 1.0)
+        else:
+            nn.init.constant_(self.gamma, 0.1)
+            nn.init.constant_(self.a, 1.0)
+
+    def group_values(self, offset: Tensor) -> Tensor:
+        gamma, a = self.gamma.float(), self.a.float().clamp(min=_SMALLEST_SLOPE)
+        if self.init == "kerple":
+            gamma = gamma.clamp(min=_SMALLEST_SLOPE)
+        growth = torch.log1p(a[..., None] * offset.abs().float())
+        return _by_side(offset, self.sign * gamma[..., None] * growth)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sign={self.sign:+d}, init={self.init!r}"
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """ALiBi's slopes (arXiv 2108.12409): 2^(−8k/n), k = 1…n, for n a power of two.
+
+    Otherwise the slopes of the next lower power p, then every other slope of 2p, the first, the third, and so on.
+    """
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * k / power) for k in range(1, 2 * (num_heads - power), 2)]
+
+
+class LinearBias(RelativeBias):
+    """R = −m·|Δ| with ALiBi's slopes m per group, fixed, or learned per direction."""
+
+    def __init__(
+        self, num_heads: int, learned: bool = False, bidirectional: bool = False, num_groups: int | None = None
+    ) -> None:
+        super().__init__(num_heads, num_groups)
+        self.learned = learned
+        sides = 1 + bidirectional
+        if learned:
+            self.slopes = _parameter(sides, self.num_groups)
+        else:
+            self.register_buffer("slopes", torch.empty(sides, self.num_groups), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _fill(self.slopes, alibi_slopes(self.num_groups))
+
+    def group_values(self, offset: Tensor) -> Tensor:
+        return _by_side(offset, -self.slopes.float()[..., None] * offset.abs().float())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, learned={self.learned}"
+
+
+class LowRankBias(RelativeBias):
+    """R = Σ_r α_r cos(ω_r Δ) + β_r sin(ω_r Δ): `rank` = two terms for each of rank/2 log-spaced frequencies.
+
+    A sum of cosines of j − i is a dot product u_i · v_j, so the bias can enter a fused attention kernel as `rank` extra
+    head dimensions, at any length and without a bias tensor. It starts at zero.
+
+    Args:
+        rank: even, at least 2.
+        max_distance: the slowest frequency is 1 / max_distance radians a token, the fastest 1.
+    """
+
+    frequencies: Tensor
+
+    def __init__(
+        self, num_heads: int, rank: int = 16, max_distance: int = 2048, num_groups: int | None = None
+    ) -> None:
+        super().__init__(num_heads, num_groups)
+        if rank < 2 or rank % 2:
+            raise ValueError(f"rank is {rank}; it has to be even and at least 2.")
+        self.rank, self.max_distance = rank, max_distance
+        self.alpha = _parameter(self.num_groups, rank // 2)
+        self.beta = _parameter(self.num_groups, rank // 2)
+        # Saved with the weights: a fit may choose other frequencies than the log-spaced ones.
+        self.register_buffer("frequencies", torch.empty(rank // 2, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.alpha)
+        nn.init.zeros_(self.beta)
+        steps = max(self.rank // 2 - 1, 1)
+        _fill(self.frequencies, [self.max_distance ** (-index / steps) for index in range(self.rank // 2)])
+
+    def _angles(self, position: Tensor) -> Tensor:
+        return position.float()[:, None] * self.frequencies.float()
+
+    def group_values(self, offset: Tensor) -> Tensor:
+        angles = self._angles(offset)
+        return self.alpha.float() @ angles.cos().T + self.beta.float() @ angles.sin().T
+
+    def query_factors(self, position: Tensor) -> Tensor:
+        """u_i: `position` (n,) → (heads, n, rank), so that u_i · v_j = R_h(j − i)."""
+        cos, sin = self._angles(position).cos(), self._angles(position).sin()
+        alpha, beta = self.alpha.float()[:, None], self.beta.float()[:, None]
+        u = torch.cat([alpha * cos - beta * sin, alpha * sin + beta * cos], dim=-1)
+        return u.repeat_interleave(self.num_heads // self.num_groups, dim=0)
+
+    def key_factors(self, position: Tensor) -> Tensor:
+        """v_j: `position` (n,) → (n, rank), the same for every head."""
+        angles = self._angles(position)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}, max_distance={self.max_distance}"
+
+
+class Gate(Fp32Module):
+    """Base of the gates: a factor on the bias, broadcastable to (batch, heads, queries, keys)."""
+
+    reads_scores = False
+    reads_input = False
+
+    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has to define forward.")
+
+
+class HeadGate(Gate):
+    """σ(g_h) · exp(t_h), one pair a head: g starts at 1, t at 0; `exponential=False` leaves the second factor out."""
+
+    def __init__(self, num_heads: int, exponential: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.g = _parameter(num_heads)
+        self.t = _parameter(num_heads) if exponential else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.g)
+        if self.t is not None:
+            nn.init.zeros_(self.t)
+
+    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+        factor = self.g.float().sigmoid()
+        if self.t is not None:
+            factor = factor * self.t.float().exp()
+        return factor[None, :, None, None]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, exponential={self.t is not None}"
+
+
+class TemperatureGate(Gate):
+    """A gate with a temperature T > 0, held as a buffer so that a schedule may move it without recompiling."""
+
+    temperature: Tensor
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.empty((), dtype=torch.float32), persistent=False)
+        self.set_temperature(temperature)
+
+    def set_temperature(self, temperature: float) -> None:
+        if not temperature > 0:
+            raise ValueError(f"gate temperature is {temperature!r}; it has to be above 0.")
+        self._initial = float(temperature)
+        with torch.no_grad():
+            self.temperature.fill_(self._initial)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.temperature, self._initial)
+
+    def extra_repr(self) -> str:
+        return f"temperature={self._initial:g}"
+
+
+class QueryGate(TemperatureGate):
+    """σ((x_i W + b)_h / T) of the layer's input x_i; W starts at 0 and b at 1."""
+
+    reads_input = True
+
+    def __init__(self, hidden_size: int, num_heads: int, temperature: float = 1.0) -> None:
+        super().__init__(temperature)
+        self.weight = _parameter(num_heads, hidden_size)
+        self.bias = _parameter(num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.bias)
+
+    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+        """`hidden_states` (batch, queries, hidden) → (batch, heads, queries, 1)."""
+        if hidden_states is None:
+            raise ValueError("A query gate reads the layer's input; pass hidden_states (batch, queries, hidden).")
+        logits = nn.functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
+        return (logits.float() / self.temperature).sigmoid().transpose(1, 2)[..., None]
+
+    def extra_repr(self) -> str:
+        heads, hidden = self.weight.shape
+        return f"hidden_size={hidden}, num_heads={heads}, {super().extra_repr()}"
+
+
+class ScoreGate(TemperatureGate):
+    """σ(s_ij / T): the content score decides how much position counts. No parameters."""
+
+    reads_scores = True
+
+    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+        """`scores` (batch, heads, queries, keys), scaled as for the softmax → the same shape in fp32."""
+        if scores is None:
+            raise ValueError("A score gate reads the attention scores; pass scores (batch, heads, queries, keys).")
+        return (scores.float() / self.temperature).sigmoid()
+
+
+class PositionBias(nn.Module):
+    """A bias and, optionally, its gate: what a converted attention module holds as `position_bias`."""
+
+    def __init__(self, bias: RelativeBias, gate: Gate | None = None) -> None:
+        super().__init__()
+        self.bias = bias
+        self.gate = gate
+
+    @property
+    def reads_scores(self) -> bool:
+        return self.gate is not None and self.gate.reads_scores
+
+    def factor(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor | None:
+        return None if self.gate is None else self.gate(scores, hidden_states)
+
+    def forward(
+        self, scores: Tensor, query_offset: int | Tensor = 0, hidden_states: Tensor | None = None
+    ) -> Tensor:
+        """Scores (batch, heads, queries, keys) with the gated bias added; `query_offset` as in `RelativeBias.forward`."""
+        bias = toeplitz(self.bias, scores.shape[-2], scores.shape[-1], query_offset, scores.device)
+        factor = self.factor(scores, hidden_states)
+        return (scores.float() + (bias if factor is None else factor * bias)).to(scores.dtype)
+
+
+_BIASES: dict[str, type[RelativeBias]] = {
+    "table": TableBias,
+    "log": LogBias,
+    "linear": LinearBias,
+    "low_rank": LowRankBias,
+}
+
+
+def build_position_bias(
+    parameters: Any, *, num_heads: int, num_key_value_heads: int, hidden_size: int
+) -> PositionBias | None:
+    """The bias and gate that `parameters` (`DroPEParameters`) ask for, initialised; None where they ask for none."""
+    if parameters.position_bias is None:
+        return None
+    settings = dict(parameters.position_bias)
+    kind, share = settings.pop("type"), settings.pop("share")
+    groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[share]
+    bias = _BIASES[kind](num_heads, num_groups=groups, **settings)
+    gate: Gate | None = None
+    if parameters.gate is not None:
+        settings = dict(parameters.gate)
+        kind = settings.pop("type")
+        if kind == "head":
+            gate = HeadGate(num_heads, **settings)
+        elif kind == "query":
+            gate = QueryGate(hidden_size, num_heads, **settings)
+        else:
+            gate = ScoreGate(**settings)
+    return PositionBias(bias, gate)

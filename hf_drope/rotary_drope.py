@@ -1,0 +1,167 @@
+"""The rotary seam: a model's own position encoding, at a strength from 1 (unchanged) to 0 (dropped).
+
+`FadingRotaryEmbedding` wraps the model-level rotary module. At scale 1 it is the stock module bit for bit; at 0 it computes
+nothing and returns `(None, None)`, which the rebound attention takes as "do not rotate"; between, it fades:
+
+    angle       rotate by θ·scale
+    blend       1 + scale·(R − 1)
+    frequency   rotary pairs dropped one after another, the slowest first: within the training window they turn least
+
+`FadingPositionEmbedding` does the same for a learned absolute table (GPT-2's `wpe`). This file travels with every checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rotary modules that return (sin, cos); all others return (cos, sin).
+_SIN_FIRST = ("GPTJRotaryEmbedding",)
+
+
+class RopeScale(nn.Module):
+    """Holds a strength in [0, 1]: as a Python branch at the ends, as a buffer between, so a schedule never recompiles."""
+
+    scale: Tensor
+
+    def _init_scale(self, rope_scale: float) -> None:
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32), persistent=False)
+        self.set_rope_scale(rope_scale)
+
+    def set_rope_scale(self, rope_scale: float) -> None:
+        self._initial = float(rope_scale)
+        self.state = "stock" if rope_scale == 1.0 else "dropped" if rope_scale == 0.0 else "fading"
+        with torch.no_grad():
+            self.scale.fill_(self._initial)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, self._initial)
+
+
+class FadingRotaryEmbedding(RopeScale):
+    """A stock rotary module at an adjustable strength.
+
+    Args:
+        rotary: the stock module, called as `rotary(hidden_states, position_ids, ...)`.
+        fade: "angle", "blend" or "frequency".
+        rope_scale: 1.0 to 0.0.
+        keeps_layers: some layers keep RoPE: the result is then `(*faded, *unfaded)` and each attention takes its half.
+    """
+
+    def __init__(self, rotary: nn.Module, fade: str, rope_scale: float, keeps_layers: bool = False) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.fade, self.keeps_layers = fade, keeps_layers
+        self._init_scale(rope_scale)
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        stock = None
+        if self.keeps_layers or self.state == "stock":
+            stock = self.rotary(hidden_states, position_ids, *args, **kwargs)
+        if self.state == "stock":
+            faded = stock
+        elif self.state == "dropped":
+            faded = (None, None)
+        else:
+            faded = getattr(self, f"_fade_{self.fade}")(hidden_states, position_ids, *args, **kwargs)
+        return (*faded, *stock) if self.keeps_layers else faded
+
+    def _fade_blend(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        cos, sin = self._cos_sin(hidden_states, position_ids, *args, **kwargs)
+        return self._in_stock_order(*self._weigh(cos, sin, self.scale), hidden_states.dtype)
+
+    def _fade_frequency(
+        self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        cos, sin = self._cos_sin(hidden_states, position_ids, *args, **kwargs)
+        # One radian a token at most, so the sine at position 1 orders the channels by frequency in any layout.
+        _, speed = self._cos_sin(hidden_states[:1], torch.ones_like(position_ids[:1, :1]), *args, **kwargs)
+        speed = speed.flatten()
+        faster = (speed[None, :] > speed[:, None]).sum(-1)
+        copies = (faster == 0).sum()
+        weight = (self.scale * speed.numel() / copies - faster / copies).clamp(0, 1)
+        return self._in_stock_order(*self._weigh(cos, sin, weight), hidden_states.dtype)
+
+    def _fade_angle(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        amplitude = getattr(self.rotary, "attention_scaling", 1.0)
+        if hasattr(self.rotary, "embed_positions"):
+            # A table of sines and cosines knows whole positions only: take the angles from its row for position 1.
+            cos, sin = self._cos_sin(hidden_states[:1], torch.ones_like(position_ids[:1, :1]), *args, **kwargs)
+            angle = torch.atan2(sin, cos) * (position_ids[..., None].float() * self.scale)
+            cos, sin = angle.cos(), angle.sin()
+        else:
+            cos, sin = self._cos_sin(hidden_states, position_ids.float() * self.scale, *args, **kwargs)
+        # YaRN-like types scale cos and sin; that factor has to reach 1 together with the angle.
+        factor = (1 + self.scale * (amplitude - 1)) / amplitude
+        return self._in_stock_order(cos * factor, sin * factor, hidden_states.dtype)
+
+    def _cos_sin(
+        self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        # In fp32 whatever the model's dtype: only dtype and device of the first argument are read by rotary modules.
+        first, second = self.rotary(hidden_states.float(), position_ids, *args, **kwargs)
+        return (second, first) if type(self.rotary).__name__ in _SIN_FIRST else (first, second)
+
+    @staticmethod
+    def _weigh(cos: Tensor, sin: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 + weight * (cos - 1), weight * sin
+
+    def _in_stock_order(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return (sin, cos) if type(self.rotary).__name__ in _SIN_FIRST else (cos, sin)
+
+    def extra_repr(self) -> str:
+        return f"rope_scale={self._initial:g}, fade={self.fade!r}"
+
+
+class FadingPositionEmbedding(RopeScale):
+    """A learned absolute table at an adjustable strength; the stock embedding's class is mixed in by `fade_embedding`."""
+
+    weight: nn.Parameter
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        if self.state == "stock":
+            return super().forward(position_ids)  # type: ignore[misc]
+        if self.state == "fading":
+            return super().forward(position_ids) * self.scale.to(self.weight.dtype)  # type: ignore[misc]
+        # One product keeps the table part of the graph: data-parallel training reports parameters that get no gradient.
+        return self.weight[0, 0] * 0 if self.training else self.weight.new_zeros(())
+
+
+class RemovedPositionEmbedding(RopeScale):
+    """What stands in for a learned table that the checkpoint no longer has: adds nothing, at any position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._init_scale(0.0)
+
+    def set_rope_scale(self, rope_scale: float) -> None:
+        if rope_scale != 0.0:
+            raise ValueError(
+                f"rope_scale is {rope_scale:g}, but this checkpoint's position table was removed; "
+                "convert its source with rope_scale=1.0 to keep the table."
+            )
+        super().set_rope_scale(rope_scale)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return self.scale * 0
+
+    def extra_repr(self) -> str:
+        return "removed"
+
+
+_fading_classes: dict[type, type] = {}
+
+
+def fade_embedding(embedding: nn.Module, rope_scale: float) -> nn.Module:
+    """The learned table made adjustable in place, so that its weight keeps its key; a new stand-in at `rope_scale` 0."""
+    if rope_scale == 0.0:
+        return RemovedPositionEmbedding()
+    stock = type(embedding)
+    if stock not in _fading_classes:
+        _fading_classes[stock] = type(f"Fading{stock.__name__}", (FadingPositionEmbedding, stock), {"__module__": __name__})
+    embedding.__class__ = _fading_classes[stock]
+    embedding._init_scale(rope_scale)  # type: ignore[operator]
+    return embedding
