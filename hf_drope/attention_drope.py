@@ -201,7 +201,9 @@ def _position(module: Any, given: dict[str, Any]) -> Position:
     _, key_offset = cache.get_mask_sizes(hidden_states.shape[1], module.layer_idx)
     query_offset = cache.get_seq_length(module.layer_idx)
     # A static cache advances its counter in place while it stores the new keys.
-    return Position(query_offset.clone() if isinstance(query_offset, Tensor) else query_offset, key_offset, hidden_states)
+    return Position(
+        query_offset.clone() if isinstance(query_offset, Tensor) else query_offset, key_offset, hidden_states
+    )
 
 
 class _AttentionFunctions:

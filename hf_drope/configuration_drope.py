@@ -7,11 +7,14 @@ This file travels with every checkpoint: it imports nothing heavy at the top and
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Families that the test matrix holds up; the mechanism itself asks no class for its name.
@@ -275,24 +278,47 @@ def stock_class_name(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
+_AUTO_TABLES = {
+    "AutoModel": "MODEL_MAPPING_NAMES",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+
+
+@functools.cache
+def _stock_names() -> dict[str, dict[str, str]]:
+    """Transformers' own tables from model type to class name, one per Auto class.
+
+    Read from their source: importing that module would import torch, which a conversion can do without.
+    """
+    import transformers
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    source = Path(transformers.__file__).parent / "models" / "auto" / "modeling_auto.py"
+    tables = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            name = node.targets[0].id
+            if name in _AUTO_TABLES.values():
+                tables[name] = dict(ast.literal_eval(node.value.args[0]))
+    names = {auto: tables[table] for auto, table in _AUTO_TABLES.items()}
+    return {"AutoConfig": dict(CONFIG_MAPPING_NAMES), **names}
+
+
 def auto_map(model_type: str) -> dict[str, str]:
     """`auto_map` of a converted checkpoint: which class of the travelling files each Auto class loads."""
-    from transformers.models.auto import configuration_auto, modeling_auto
-
     base = base_model_type(model_type)
-    tables = {
-        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }
-    if base not in configuration_auto.CONFIG_MAPPING_NAMES:
-        raise _unknown("model type", base, configuration_auto.CONFIG_MAPPING_NAMES)
-    entries = {"AutoConfig": f"configuration_drope.{drope_class_name(configuration_auto.CONFIG_MAPPING_NAMES[base])}"}
+    tables = _stock_names()
+    if base not in tables["AutoConfig"]:
+        raise _unknown("model type", base, tables["AutoConfig"])
+    entries = {}
     for auto_class, table in tables.items():
         if base in table:
+            home = "configuration_drope" if auto_class == "AutoConfig" else "modeling_drope"
+            # A few types list several classes; the first is the usual one.
             name = table[base] if isinstance(table[base], str) else table[base][0]
-            entries[auto_class] = f"modeling_drope.{drope_class_name(name)}"
+            entries[auto_class] = f"{home}.{drope_class_name(name)}"
     return entries
 
 

@@ -168,7 +168,9 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
     module.qk_norm = None
     if settings.qk_norm is not None:
         if not rotates_queries_and_keys_together(stock):
-            raise ValueError(f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together.")
+            raise ValueError(
+                f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together."
+            )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim)
     module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
@@ -178,7 +180,9 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
 
 def _mark_dropped_table(model: Any) -> None:
     """A learned table at strength 0 is not saved: the checkpoint says that it was dropped."""
-    keys = {name for name, module in model.named_modules() if isinstance(module, RopeScale) and hasattr(module, "weight")}
+    keys = {
+        name for name, module in model.named_modules() if isinstance(module, RopeScale) and hasattr(module, "weight")
+    }
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     weights = {f"{name}.weight" for name in keys}
     dropped = model.config.drope_parameters["rope_scale"] == 0.0

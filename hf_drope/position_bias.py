@@ -262,9 +262,7 @@ class LowRankBias(RelativeBias):
 
     frequencies: Tensor
 
-    def __init__(
-        self, num_heads: int, rank: int = 16, max_distance: int = 2048, num_groups: int | None = None
-    ) -> None:
+    def __init__(self, num_heads: int, rank: int = 16, max_distance: int = 2048, num_groups: int | None = None) -> None:
         super().__init__(num_heads, num_groups)
         if rank < 2 or rank % 2:
             raise ValueError(f"rank is {rank}; it has to be even and at least 2.")
@@ -418,9 +416,7 @@ class PositionBias(nn.Module):
     def factor(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor | None:
         return None if self.gate is None else self.gate(scores, hidden_states)
 
-    def forward(
-        self, scores: Tensor, query_offset: int | Tensor = 0, hidden_states: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, scores: Tensor, query_offset: int | Tensor = 0, hidden_states: Tensor | None = None) -> Tensor:
         """Scores (batch, heads, queries, keys) with the gated bias added; `query_offset` as in `RelativeBias.forward`."""
         bias = toeplitz(self.bias, scores.shape[-2], scores.shape[-1], query_offset, scores.device)
         factor = self.factor(scores, hidden_states)

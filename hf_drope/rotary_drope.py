@@ -97,9 +97,7 @@ class FadingRotaryEmbedding(RopeScale):
         factor = (1 + self.scale * (amplitude - 1)) / amplitude
         return self._in_stock_order(cos * factor, sin * factor, hidden_states.dtype)
 
-    def _cos_sin(
-        self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # In fp32 whatever the model's dtype: only dtype and device of the first argument are read by rotary modules.
         first, second = self.rotary(hidden_states.float(), position_ids, *args, **kwargs)
         return (second, first) if type(self.rotary).__name__ in _SIN_FIRST else (first, second)
@@ -161,7 +159,9 @@ def fade_embedding(embedding: nn.Module, rope_scale: float) -> nn.Module:
         return RemovedPositionEmbedding()
     stock = type(embedding)
     if stock not in _fading_classes:
-        _fading_classes[stock] = type(f"Fading{stock.__name__}", (FadingPositionEmbedding, stock), {"__module__": __name__})
+        _fading_classes[stock] = type(
+            f"Fading{stock.__name__}", (FadingPositionEmbedding, stock), {"__module__": __name__}
+        )
     embedding.__class__ = _fading_classes[stock]
     embedding._init_scale(rope_scale)  # type: ignore[operator]
     return embedding

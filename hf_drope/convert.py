@@ -1,0 +1,483 @@
+"""Conversion of checkpoint folders: plan, then execute; nothing is loaded and nothing is written before all is checked.
+
+A plan reads JSON and weight headers only. Executing it works in a hidden folder next to the target and renames that at the
+end, so a target is either absent or complete. A shard without a dropped key is copied as bytes; new position parameters go
+to one small shard of their own; every other file stays as it is, except `config.json` and the code that travels along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import checkpoint
+from .checkpoint import CheckpointError
+from .configuration_drope import (
+    SUPPORTED_MODEL_TYPES,
+    TRAVELLING_FILES,
+    DroPEParameters,
+    auto_map,
+    drope_class_name,
+    drope_model_type,
+)
+
+logger = logging.getLogger(__name__)
+
+RECORD = "drope_conversion.json"
+_SEED = 0
+_ATTENTION = re.compile(
+    r"^(?P<prefix>(?:.*\.)?(?P<layer>\d+)\.\w+)\.(?:q_proj|qkv_proj|query_key_value|c_attn)\.weight$"
+)
+_DROPPED = (
+    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|embed_positions)$"), "rotary buffer"),
+    (re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$"), "causal mask buffer"),
+)
+_LEARNED_TABLE = re.compile(r"(^|\.)wpe\.weight$")
+_QUANTISED = re.compile(r"\.(absmax|quant_map|quant_state\.\S+|qweight|qzeros|g_idx|SCB|weight_scale|weight_packed)$")
+_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+_TRAINING_LEFTOVERS = re.compile(
+    r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^rng_state.*\.pth$|^trainer_state\.json$"
+)
+_WEIGHTS = re.compile(
+    r"^(model|pytorch_model)(\..*)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?$"
+    r"|\.(h5|msgpack|onnx|gguf|pth|ot)$|^consolidated.*|^tf_model.*|^flax_model.*"
+)
+_LEFT_OUT_FOLDERS = {".git": "version control", ".cache": "download cache", "original": "weights in another format"}
+
+
+class ConversionError(ValueError):
+    """A conversion that is refused; the message is one sentence and nothing was written."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One weight file of the source; `kept` is None where it is copied as bytes."""
+
+    source: str
+    target: str
+    kept: tuple[str, ...] | None
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What a conversion will do. `dropped` and `left_out` map a name to the reason, `added` a key to its shape."""
+
+    source: Path
+    parameters: DroPEParameters
+    config: dict[str, Any]
+    shards: tuple[ShardPlan, ...]
+    extra_shard: str | None
+    dropped: dict[str, str]
+    added: dict[str, list[int]]
+    copied: tuple[str, ...]
+    left_out: dict[str, str]
+    is_safetensors: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to write, the copied files included."""
+        files = sum((self.source / name).stat().st_size for name in self.copied)
+        return files + sum(shard.bytes for shard in self.shards) + 4 * sum(map(_numel, self.added.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source.name,
+            "model_type": self.config["model_type"],
+            "drope_parameters": self.parameters.to_dict(),
+            "shards": [
+                {"source": s.source, "target": s.target, "as_bytes": s.kept is None, "bytes": s.bytes}
+                for s in self.shards
+            ],
+            "extra_shard": self.extra_shard,
+            "dropped": self.dropped,
+            "added": self.added,
+            "copied": list(self.copied),
+            "left_out": self.left_out,
+            "bytes": self.bytes,
+        }
+
+    def describe(self) -> str:
+        """The plan in a few lines for a person."""
+        lines = [f"{self.source.name} → {self.config['model_type']}, rope_scale {self.parameters.rope_scale:g}"]
+        for name in ("position_bias", "gate", "attention_scale", "qk_norm", "window", "rope_layers"):
+            if getattr(self.parameters, name) is not None:
+                lines.append(f"  {name}: {getattr(self.parameters, name)}")
+        for shard in self.shards:
+            how = "copied as bytes" if shard.kept is None else "rewritten" if self.is_safetensors else "to safetensors"
+            lines.append(f"  {shard.source} → {shard.target}: {how}, {shard.bytes / 1e6:.1f} MB")
+        for reason, count in Counter(self.dropped.values()).items():
+            lines.append(f"  dropped: {count} × {reason}")
+        if self.added:
+            numbers = sum(map(_numel, self.added.values()))
+            lines.append(f"  added: {len(self.added)} position tensors, {numbers} numbers, in {self.extra_shard}")
+        lines.append(f"  {len(self.copied)} other files unchanged, {len(TRAVELLING_FILES)} code files, {RECORD}")
+        lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def _numel(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def read_source(folder: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The folder and its `config.json`; refuses what is not a local checkpoint folder."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConversionError(f"{folder} is not a local folder; download the checkpoint first and give its folder.")
+    if not (path / "config.json").is_file():
+        raise ConversionError(f"The local folder {path} was used, and it has no config.json.")
+    return path, checkpoint.read_json(path / "config.json")
+
+
+def plan_conversion(
+    src: str | Path, parameters: DroPEParameters | str = "nope", *, overrides: dict[str, Any] | None = None
+) -> ConversionPlan:
+    """Say what converting the checkpoint in `src` would write, drop and add. Reads no weights.
+
+    Args:
+        src: a local checkpoint folder (safetensors or `.bin`, sharded or not).
+        parameters: settings or the name of a preset, changed by `overrides` as in `DroPEParameters.preset`.
+
+    Raises:
+        ValueError: one sentence on why this source or these settings are refused.
+    """
+    settings = DroPEParameters.preset(parameters) if isinstance(parameters, str) else parameters
+    settings = settings.replace(**(overrides or {}))
+    source, config = read_source(src)
+    _refuse_model(config)
+    weights = checkpoint.read_checkpoint(source)
+    quantised = next((name for name in weights.tensors if _QUANTISED.search(name)), None)
+    if quantised is not None:
+        raise ConversionError(
+            f"{source.name} holds quantised weights ({quantised}); convert the unquantised checkpoint."
+        )
+    attentions = _attention_prefixes(config, weights.tensors)
+    settings.check_layers(len(attentions))
+
+    dropped = {name: reason for name in weights.tensors if (reason := _why_dropped(name, settings))}
+    if not weights.is_safetensors and config.get("tie_word_embeddings", True):
+        tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
+        dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
+    added = _new_tensors(config, settings, attentions)
+    clash = next((name for name in added if name in weights.tensors), None)
+    if clash is not None:
+        raise ConversionError(f"{source.name} already holds {clash}, which this conversion would add.")
+    shards, extra = _plan_shards(weights, dropped, bool(added))
+    copied, left_out = _plan_files(source, {shard.source for shard in shards})
+    return ConversionPlan(
+        source=source,
+        parameters=settings,
+        config=_new_config(config, settings),
+        shards=shards,
+        extra_shard=extra,
+        dropped=dropped,
+        added={name: list(tensor.shape) for name, tensor in added.items()},
+        copied=copied,
+        left_out=left_out,
+        is_safetensors=weights.is_safetensors,
+    )
+
+
+def _refuse_model(config: dict[str, Any]) -> None:
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith("_drope"):
+        raise ConversionError(f"This checkpoint is converted already ({model_type}); convert its source instead.")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConversionError(
+            f"model_type {model_type!r} is not supported for conversion; supported are {', '.join(SUPPORTED_MODEL_TYPES)}."
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unnamed method")
+        raise ConversionError(f"This checkpoint is quantised ({method}); convert the unquantised checkpoint.")
+
+
+def _attention_prefixes(config: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
+    """The key prefix of each layer's attention module, in the order of the layers."""
+    found = {int(match["layer"]): match["prefix"] for name in tensors if (match := _ATTENTION.match(name))}
+    layers = _first(config, "num_hidden_layers", "n_layer")
+    if sorted(found) != list(range(layers or -1)):
+        raise ConversionError(
+            f"config.json speaks of {layers} layers, but the weights hold attention for {len(found)}."
+        )
+    return [found[index] for index in sorted(found)]
+
+
+def _why_dropped(name: str, settings: DroPEParameters) -> str | None:
+    for pattern, reason in _DROPPED:
+        if pattern.search(name):
+            return reason
+    if settings.rope_scale == 0.0 and _LEARNED_TABLE.search(name):
+        return "learned position table"
+    return None
+
+
+def _shares_storage(weights: checkpoint.Checkpoint, name: str) -> bool:
+    file = next(file for file, tensors in weights.files.items() if name in tensors)
+    state = checkpoint.load_bin(weights.folder / file)
+    return any(other.data_ptr() == state[name].data_ptr() for key, other in state.items() if key != name)
+
+
+def _new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: list[str]) -> dict[str, Any]:
+    """The position parameters that the converted model has and its source lacks, at their initial values in fp32."""
+    if settings.position_bias is None and settings.qk_norm is None:
+        return {}
+    import torch
+
+    from .position_bias import build_position_bias
+
+    heads = _first(config, "num_attention_heads", "n_head")
+    groups = config.get("num_key_value_heads") or heads
+    hidden = _first(config, "hidden_size", "n_embd")
+    head_dim = config.get("head_dim") or hidden // heads
+    tensors: dict[str, Any] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        for prefix in attentions:
+            bias = build_position_bias(settings, num_heads=heads, num_key_value_heads=groups, hidden_size=hidden)
+            if bias is not None:
+                tensors.update({f"{prefix}.position_bias.{name}": value for name, value in bias.state_dict().items()})
+            for which, size in (("q", heads * head_dim), ("k", groups * head_dim)):
+                if which in (settings.qk_norm or ""):
+                    tensors[f"{prefix}.qk_norm.{which}_norm.weight"] = torch.ones(size)
+    return tensors
+
+
+def _plan_shards(
+    weights: checkpoint.Checkpoint, dropped: dict[str, str], extra: bool
+) -> tuple[tuple[ShardPlan, ...], str | None]:
+    files = {}
+    for name, tensors in weights.files.items():
+        kept = tuple(tensor for tensor in tensors if tensor not in dropped)
+        if kept:
+            files[name] = kept
+    total = len(files) + extra
+    numbered = not weights.is_safetensors or (extra and len(files) == 1)
+    plans = []
+    for number, (name, kept) in enumerate(files.items(), start=1):
+        target = f"model-{number:05d}-of-{total:05d}.safetensors" if numbered and total > 1 else name
+        if total == 1:
+            target = checkpoint.SAFE_WEIGHTS
+        whole = weights.is_safetensors and len(kept) == len(weights.files[name])
+        infos = weights.files[name]
+        size = (weights.folder / name).stat().st_size if whole else sum(infos[t].end - infos[t].start for t in kept)
+        plans.append(ShardPlan(name, target, None if whole else kept, size))
+    if not extra:
+        return tuple(plans), None
+    return tuple(plans), f"model-{total:05d}-of-{total:05d}.safetensors" if numbered else "model-position.safetensors"
+
+
+def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The other files: copied as they are, or left out with a reason."""
+    copied, left_out = [], {}
+    for folder, folders, names in os.walk(source):
+        inside = Path(folder).relative_to(source)
+        if inside == Path("."):
+            for name in [name for name in folders if name in _LEFT_OUT_FOLDERS or name.startswith("checkpoint-")]:
+                left_out[name + "/"] = _LEFT_OUT_FOLDERS.get(name, "training checkpoint")
+                folders.remove(name)
+        for name in sorted(names):
+            relative = str(inside / name)
+            if (name == "config.json" and inside == Path(".")) or relative in weights:
+                continue
+            if _TRAINING_LEFTOVERS.search(name):
+                left_out[relative] = "left over from training"
+            elif _WEIGHTS.search(name):
+                left_out[relative] = "weights in another file or format"
+            elif relative in TRAVELLING_FILES or relative == RECORD:
+                left_out[relative] = "written anew"
+            else:
+                copied.append(relative)
+    return tuple(sorted(copied)), left_out
+
+
+def _new_config(config: dict[str, Any], settings: DroPEParameters) -> dict[str, Any]:
+    """The source's config with four entries changed; its RoPE settings stay, so a conversion can be undone."""
+    entries = auto_map(config["model_type"])
+    causal_lm = entries["AutoModelForCausalLM"].rpartition(".")[2]
+    names = [drope_class_name(name) for name in config.get("architectures") or [causal_lm]]
+    changed = {
+        "model_type": drope_model_type(config["model_type"]),
+        "architectures": names,
+        "auto_map": entries,
+        "drope_parameters": settings.to_dict(),
+    }
+    return {**config, **changed}
+
+
+def convert_checkpoint(
+    plan: ConversionPlan, dst: str | Path, *, overwrite: bool = False, progress: bool = True
+) -> Path:
+    """Execute a plan: the converted checkpoint appears at `dst`, complete, or not at all.
+
+    Args:
+        plan: from `plan_conversion`.
+        dst: target folder; must not exist or be empty, unless `overwrite`.
+        progress: show a bar by bytes where standard error is a terminal.
+
+    Raises:
+        ConversionError: the target is refused, or there is not enough space; nothing was written.
+    """
+    target = Path(os.path.abspath(dst))
+    _refuse_target(plan.source, target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    free = shutil.disk_usage(target.parent).free
+    if plan.bytes > free:
+        raise ConversionError(f"{target.parent} has {free} bytes free, and this conversion needs {plan.bytes}.")
+    work = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    work.mkdir()
+    try:
+        _write(plan, work, progress)
+        if target.exists():
+            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            target.rename(old)
+            work.rename(target)
+            shutil.rmtree(old)
+        else:
+            work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return target
+
+
+def _refuse_target(source: Path, target: Path, overwrite: bool) -> None:
+    source, real = source.resolve(), target.resolve()
+    if real == source or source in real.parents or real in source.parents:
+        raise ConversionError(f"The target {target} and the source {source} overlap; choose a folder of its own.")
+    if target.exists() and not target.is_dir():
+        raise ConversionError(f"The target {target} is a file; choose a folder.")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Hidden folders of earlier runs that were killed."""
+    for folder in target.parent.glob(f".{target.name}.partial-*"):
+        number = folder.name.rpartition("-")[2]
+        if not (number.isdigit() and Path(f"/proc/{number}").exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
+    from tqdm import tqdm
+
+    weight_map: dict[str, str] = {}
+    total = 0
+    with tqdm(total=plan.bytes, unit="B", unit_scale=True, disable=None if progress else True, file=sys.stderr) as bar:
+        for shard in plan.shards:
+            if plan.is_safetensors:
+                header = checkpoint.read_shard(plan.source / shard.source)
+                names = shard.kept if shard.kept is not None else tuple(header.tensors)
+                if shard.kept is None and "format" in header.metadata:
+                    checkpoint.copy_file(header.path, work / shard.target, bar.update)
+                else:
+                    checkpoint.copy_tensors(header, names, work / shard.target, bar.update)
+                total += sum(header.tensors[name].end - header.tensors[name].start for name in names)
+            else:
+                state = checkpoint.load_bin(plan.source / shard.source)
+                names = shard.kept or ()
+                checkpoint.write_tensors({name: state[name] for name in names}, work / shard.target)
+                total += shard.bytes
+                bar.update(shard.bytes)
+            weight_map.update(dict.fromkeys(names, shard.target))
+        if plan.extra_shard is not None:
+            _, config = read_source(plan.source)
+            weights = checkpoint.read_checkpoint(plan.source)
+            new = _new_tensors(config, plan.parameters, _attention_prefixes(config, weights.tensors))
+            checkpoint.write_tensors(new, work / plan.extra_shard)
+            weight_map.update(dict.fromkeys(new, plan.extra_shard))
+            total += sum(tensor.numel() * 4 for tensor in new.values())
+        if len(set(weight_map.values())) > 1:
+            checkpoint.write_index(work, weight_map, total)
+        for name in plan.copied:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.copy_file(plan.source / name, work / name, bar.update)
+    for name in TRAVELLING_FILES:
+        shutil.copyfile(Path(__file__).parent / name, work / name)
+    _write_json(work / "config.json", plan.config)
+    _write_json(work / RECORD, _record(plan))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _record(plan: ConversionPlan) -> dict[str, Any]:
+    config = (plan.source / "config.json").read_bytes()
+    return {
+        "source": plan.source.resolve().name,
+        "source_config_sha256": hashlib.sha256(config).hexdigest(),
+        "drope_parameters": plan.parameters.to_dict(),
+        "dropped": plan.dropped,
+        "added": plan.added,
+        "left_out": plan.left_out,
+        "seed": _SEED,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("hf-drope", "transformers", "torch", "safetensors")
+        },
+    }
+
+
+def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What is in a checkpoint folder, read from its JSON and weight headers: architecture, positions, weights.
+
+    Raises:
+        ValueError: one sentence on what cannot be read.
+    """
+    source, config = read_source(path)
+    weights = checkpoint.read_checkpoint(source)
+    heads = _first(config, "num_attention_heads", "n_head")
+    hidden = _first(config, "hidden_size", "n_embd")
+    rope = config.get("rope_parameters") or {
+        key: config[key] for key in ("rope_theta", "rope_scaling", "rotary_dim") if config.get(key) is not None
+    }
+    table = next((list(info.shape) for name, info in weights.tensors.items() if _LEARNED_TABLE.search(name)), None)
+    dropped = Counter(filter(None, (_why_dropped(name, DroPEParameters()) for name in weights.tensors)))
+    return {
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+        "layers": _first(config, "num_hidden_layers", "n_layer"),
+        "heads": heads,
+        "key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (hidden // heads if heads and hidden else None),
+        "context_length": _first(config, "max_position_embeddings", "n_positions"),
+        "rope": rope or None,
+        "learned_table": table,
+        "tied": config.get("tie_word_embeddings"),
+        "parameters": checkpoint.parameter_count(weights.tensors.values()),
+        "dtypes": dict(Counter(info.dtype for info in weights.tensors.values())),
+        "files": {name: len(tensors) for name, tensors in weights.files.items()},
+        "quantised": bool(config.get("quantization_config")) or any(map(_QUANTISED.search, weights.tensors)),
+        "drope_parameters": config.get("drope_parameters"),
+        "conversion_would_drop": dict(dropped),
+    }
+
+
+__all__ = [
+    "CheckpointError",
+    "ConversionError",
+    "ConversionPlan",
+    "convert_checkpoint",
+    "inspect_checkpoint",
+    "plan_conversion",
+]
