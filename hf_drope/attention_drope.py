@@ -273,7 +273,7 @@ def _attend_low_rank(
     hidden_states: Tensor,
 ) -> Any:
     """The bias as extra head dimensions: [q·scaling, u_i]·[k, v_j] with values [v, 0], so any fused kernel stays in use."""
-    bias = position_bias.bias
+    bias: Any = position_bias.bias
     batch, heads, queries, _ = query.shape
     u = bias.query_factors(torch.arange(queries, device=query.device) + offset)[None]
     factor = position_bias.factor(None, hidden_states)

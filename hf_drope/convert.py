@@ -309,6 +309,11 @@ def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[
     return tuple(sorted(copied)), left_out
 
 
+def other_files(source: Path) -> tuple[str, ...]:
+    """The files of a checkpoint folder that are neither weights, config nor code: tokenizer, chat template and the like."""
+    return _plan_files(source, set())[0]
+
+
 def _new_config(config: dict[str, Any], settings: DroPEParameters) -> dict[str, Any]:
     """The source's config with four entries changed; its RoPE settings stay, so a conversion can be undone."""
     entries = auto_map(config["model_type"])

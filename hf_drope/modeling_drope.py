@@ -50,7 +50,7 @@ class DroPEMixin:
         # Classification heads ask AutoModel for their base model; the answer is keyed by this very config class.
         base = auto_map(config.model_type)["AutoModel"].rpartition(".")[2]
         transformers.AutoModel.register(type(config), globals()["__getattr__"](base), exist_ok=True)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def post_init(self) -> None:
         _install(self)
@@ -88,8 +88,10 @@ class DroPEMixin:
         if "temperature" not in (settings.gate or {}):
             raise ValueError("This model has no gate with a temperature; convert it with a 'query' or 'score' gate.")
         settings = settings.replace(temperature=temperature)
-        for module in self.position_biases():
-            module.gate.set_temperature(float(temperature))  # type: ignore[union-attr, operator]
+        # By method and not through `position_biases`: adapters keep a second copy of each gate.
+        for module in self.modules():  # type: ignore[attr-defined]
+            if hasattr(type(module), "set_temperature"):
+                module.set_temperature(float(temperature))
         self._write(settings)
 
     def position_biases(self) -> Iterator[PositionBias]:
@@ -110,13 +112,12 @@ class DroPEMixin:
 
 def _refuse_backend(config: Any, implementation: str) -> None:
     settings = DroPEParameters.from_dict(config.drope_parameters)
-    named = {
-        "position_bias": settings.position_bias and f"a position bias of type {settings.position_bias['type']!r}",
-        "window": settings.window and "a window",
-        "attention_scale": check_scale(settings.attention_scale) and "an attention scale",
-    }
-    for what in filter(None, named.values()):
-        refuse_backend(implementation, what)
+    if settings.position_bias is not None:
+        refuse_backend(implementation, f"a position bias of type {settings.position_bias['type']!r}")
+    if settings.window is not None:
+        refuse_backend(implementation, "a window")
+    if check_scale(settings.attention_scale) is not None:
+        refuse_backend(implementation, "an attention scale")
 
 
 def _install(model: Any) -> None:

@@ -57,11 +57,11 @@ class FadingRotaryEmbedding(RopeScale):
         self._init_scale(rope_scale)
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        stock = None
+        stock: Any = None
         if self.keeps_layers or self.state == "stock":
             stock = self.rotary(hidden_states, position_ids, *args, **kwargs)
         if self.state == "stock":
-            faded = stock
+            faded: Any = stock
         elif self.state == "dropped":
             faded = (None, None)
         else:
@@ -121,9 +121,9 @@ class FadingPositionEmbedding(RopeScale):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         if self.state == "stock":
-            return super().forward(position_ids)  # type: ignore[misc]
+            return super().forward(position_ids)
         if self.state == "fading":
-            return super().forward(position_ids) * self.scale.to(self.weight.dtype)  # type: ignore[misc]
+            return super().forward(position_ids) * self.scale.to(self.weight.dtype)
         # One product keeps the table part of the graph: data-parallel training reports parameters that get no gradient.
         return self.weight[0, 0] * 0 if self.training else self.weight.new_zeros(())
 

@@ -85,7 +85,7 @@ def verify_checkpoint(
         ValueError: one of the two folders is not what it should be; a difference between them is a failed check instead.
     """
     target, config = read_source(dst)
-    source, source_config = read_source(against)
+    source, _ = read_source(against)
     if not str(config.get("model_type", "")).endswith("_drope"):
         raise ConversionError(f"{target.name} is not a converted checkpoint (model_type {config.get('model_type')!r}).")
     parameters = DroPEParameters.from_dict(config.get("drope_parameters") or {})
@@ -227,7 +227,10 @@ class _Run:
         # With a mask of ones, as odd position ids without one would be taken for packed documents.
         mask, odd = torch.ones_like(self.ids), torch.arange(self.ids.shape[1])[None] * 3 + 5
         difference = (
-            (self.logits(self.model, attention_mask=mask) - self.logits(self.model, attention_mask=mask, position_ids=odd))
+            (
+                self.logits(self.model, attention_mask=mask)
+                - self.logits(self.model, attention_mask=mask, position_ids=odd)
+            )
             .abs()
             .max()
             .item()
@@ -269,7 +272,15 @@ class _Run:
             ids, out = Path(folder) / "ids.pt", Path(folder) / "out.pt"
             torch.save({"input_ids": self.ids, "threads": torch.get_num_threads()}, ids)
             env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(folder) / "modules")}
-            command = [sys.executable, "-c", _LOAD_ELSEWHERE, str(self.target.resolve()), self.auto_class, str(ids), str(out)]
+            command = [
+                sys.executable,
+                "-c",
+                _LOAD_ELSEWHERE,
+                str(self.target.resolve()),
+                self.auto_class,
+                str(ids),
+                str(out),
+            ]
             done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder)
             if done.returncode != 0:
                 return False, (done.stderr.strip().splitlines() or ["the process failed"])[-1]

@@ -1,0 +1,241 @@
+"""The command line: a thin layer that parses, calls one function of the package and prints what it returns.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong input. Heavy imports stand inside the commands, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import __version__
+from .configuration_drope import PRESETS, DroPEParameters
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _length(text: str) -> int | float:
+    """A stage length: whole steps, or a fraction of the run."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-drope",
+        description="Take position encoding out of pretrained language models, or replace it by a bias.",
+    )
+    parser.add_argument("--version", action="version", version=f"hf-drope {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("inspect", _inspect, "Say what a checkpoint folder holds, from its JSON and weight headers.")
+    sub.add_argument("path", metavar="PATH", help="a local checkpoint folder")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = command("convert", _convert, "Convert a checkpoint folder without loading the model.")
+    sub.add_argument("source", metavar="SRC", help="a local checkpoint folder")
+    sub.add_argument("target", metavar="DST", help="the folder to write; appears when it is complete")
+    sub.add_argument("--preset", default="nope", help=f"one of {', '.join(PRESETS)} (default: nope)")
+    _add_settings(sub)
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
+    sub.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+    sub = command("verify", _verify, "Check a converted checkpoint against its source.")
+    sub.add_argument("path", metavar="DST", help="a converted checkpoint folder")
+    sub.add_argument("--against", metavar="SRC", required=True, help="the folder it was converted from")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = command("recalibrate", _recalibrate, "Train a converted checkpoint through the staged schedule.")
+    sub.add_argument("model", metavar="MODEL", help="a converted checkpoint folder")
+    sub.add_argument("out", metavar="OUT", help="the folder for the result and its checkpoints")
+    sub.add_argument(
+        "--text", nargs="+", required=True, metavar="FILE", help=".txt files, or .jsonl with a field 'text'"
+    )
+    sub.add_argument(
+        "--max-steps", type=int, required=True, metavar="N", help="optimizer steps; 0 saves and trains nothing"
+    )
+    sub.add_argument("--length", type=int, default=512, help="tokens a sequence (default: 512)")
+    sub.add_argument("--batch-size", type=int, default=4, help="sequences a step and device (default: 4)")
+    sub.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
+    sub.add_argument("--learning-rate", type=float, default=3e-4, help="(default: 3e-4)")
+    sub.add_argument("--position-learning-rate", type=float, help="of bias and gate (default: 10 times the other)")
+    sub.add_argument("--warmup", type=_length, metavar="N", help="steps, or share below 1, in which RoPE fades")
+    sub.add_argument("--transition", type=_length, metavar="N", help="steps, or share below 1, in which the gate cools")
+    sub.add_argument("--position-only", action="store_true", help="train the position parameters alone")
+    sub.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank and merge them")
+    sub.add_argument("--save-steps", type=int, help="steps between checkpoints (default: a tenth of the run)")
+    sub.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    sub.add_argument("--bf16", action="store_true", help="autocast to bf16")
+    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
+    sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    sub = command("demo", _demo, "The whole story on a small Llama: train with RoPE, convert, recalibrate, compare.")
+    sub.add_argument(
+        "--out", default="hf-drope-demo", help="folder for models, table and picture (default: %(default)s)"
+    )
+    sub.add_argument("--preset", default="drope", help=f"one of {', '.join(PRESETS)} (default: %(default)s)")
+    _add_settings(sub)
+    sub.add_argument("--scale", type=float, default=1.0, help="share of the usual training steps (default: 1)")
+
+    sub = command("env", _env, "Print the versions that matter in a bug report.")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        type=_setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting, such as rope_scale=1 or max_distance=1024; may be repeated",
+    )
+
+
+def _parameters(arguments: argparse.Namespace) -> DroPEParameters:
+    return DroPEParameters.preset(arguments.preset, **dict(arguments.settings))
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .convert import inspect_checkpoint
+
+    found = inspect_checkpoint(arguments.path)
+    if arguments.json:
+        _print_json(found)
+    else:
+        width = max(map(len, found))
+        for key, value in found.items():
+            text = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            print(f"{key:{width}}  {'–' if value in (None, {}) else text}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from .convert import convert_checkpoint, plan_conversion
+
+    plan = plan_conversion(arguments.source, _parameters(arguments))
+    if not arguments.dry_run:
+        convert_checkpoint(plan, arguments.target, overwrite=arguments.overwrite)
+    if arguments.json:
+        _print_json(plan.to_dict())
+    else:
+        print(plan.describe())
+        print("nothing written (dry run)" if arguments.dry_run else f"written to {arguments.target}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .verify import verify_checkpoint
+
+    report = verify_checkpoint(arguments.path, arguments.against)
+    if arguments.json:
+        _print_json(report.to_dict())
+    else:
+        print(report.describe())
+    return 0 if report.passed else 1
+
+
+def _recalibrate(arguments: argparse.Namespace) -> int:
+    from .schedule import DroPESchedule
+    from .training import recalibrate
+
+    stages = {
+        name: getattr(arguments, name) for name in ("warmup", "transition") if getattr(arguments, name) is not None
+    }
+    summary = recalibrate(
+        arguments.model,
+        arguments.out,
+        arguments.text,
+        max_steps=arguments.max_steps,
+        sequence_length=arguments.length,
+        batch_size=arguments.batch_size,
+        gradient_accumulation_steps=arguments.accumulate,
+        learning_rate=arguments.learning_rate,
+        position_learning_rate=arguments.position_learning_rate,
+        lora_rank=arguments.lora_rank,
+        resume=arguments.resume,
+        schedule=DroPESchedule(**stages) if stages else None,
+        train_only="position" if arguments.position_only else "all",
+        seed=arguments.seed,
+        save_steps=arguments.save_steps,
+        bf16=arguments.bf16,
+    )
+    if arguments.json:
+        _print_json(summary)
+    else:
+        for key, value in summary.items():
+            print(f"{key}: {value}")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    print(run_demo(arguments.out, _parameters(arguments), scale=arguments.scale))
+    return 0
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    packages = ("torch", "transformers", "accelerate", "peft", "safetensors", "trl", "datasets", "matplotlib")
+    found = {"hf-drope": __version__, **{name: version(name) for name in packages}}
+    found |= {"python": platform.python_version(), "platform": platform.platform()}
+    try:
+        import torch
+
+        devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["devices"] = ", ".join(devices) or f"CPU, {torch.get_num_threads()} threads"
+    except ImportError:
+        found["devices"] = "unknown without torch"
+    if arguments.json:
+        _print_json(found)
+    else:
+        for key, value in found.items():
+            print(f"{key}: {value}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hf-drope {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"hf-drope {arguments.command}: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,174 @@
+"""Attention with a position bias and gate as the formulas say it: float64, one number at a time, nothing shared with the code.
+
+`Recorder` captures what the attention function of a converted model got and gave back, so that a model's layers can be
+compared with `reference_attention` on their own projected queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_drope import attention_drope
+
+SMALLEST_SLOPE = 0.01
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def t5_bucket(delta: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """arXiv 1910.10683: half the buckets of a side are single distances, the rest grow logarithmically."""
+    first = 0
+    if bidirectional:
+        num_buckets //= 2
+        first = num_buckets if delta > 0 else 0
+        distance = abs(delta)
+    else:
+        distance = max(-delta, 0)
+    exact = num_buckets // 2
+    if distance < exact:
+        return first + distance
+    growth = math.log(distance / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    return first + min(exact + int(growth), num_buckets - 1)
+
+
+def reference_bias(bias: Any, settings: dict[str, Any], head: int, delta: int) -> float:
+    """R_h(Δ) of one head, from the settings' formula and the numbers that `bias` holds."""
+    group = head // (bias.num_heads // bias.num_groups)
+    kind = settings["type"]
+    distance = abs(delta)
+    side = 1 if settings.get("bidirectional") and delta > 0 else 0
+    if kind == "table":
+        if settings["num_buckets"] is None:
+            last = settings["max_distance"] - 1
+            row = max(-last, min(last, delta)) + last
+        else:
+            row = t5_bucket(delta, settings["num_buckets"], settings["max_distance"], settings["bidirectional"])
+        return bias.weight[row, group].item()
+    if kind == "log":
+        gamma, a = bias.gamma[side, group].item(), max(bias.a[side, group].item(), SMALLEST_SLOPE)
+        if settings["init"] == "kerple":
+            gamma = max(gamma, SMALLEST_SLOPE)
+        return settings["sign"] * gamma * math.log(1 + a * distance)
+    if kind == "linear":
+        return -bias.slopes[side, group].item() * distance
+    assert kind == "low_rank"
+    total = 0.0
+    for term in range(settings["rank"] // 2):
+        angle = bias.frequencies[term].item() * delta
+        total += bias.alpha[group, term].item() * math.cos(angle) + bias.beta[group, term].item() * math.sin(angle)
+    return total
+
+
+def reference_gate(gate: Any, settings: dict[str, Any] | None, head: int, score: float, hidden: list[float]) -> float:
+    if settings is None:
+        return 1.0
+    if settings["type"] == "head":
+        factor = sigmoid(gate.g[head].item())
+        return factor * math.exp(gate.t[head].item()) if settings["exponential"] else factor
+    if settings["type"] == "score":
+        return sigmoid(score / settings["temperature"])
+    logit = sum(w * x for w, x in zip(gate.weight[head].tolist(), hidden, strict=True)) + gate.bias[head].item()
+    return sigmoid(logit / settings["temperature"])
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden_states: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    position_bias: Any,
+    settings: dict[str, Any],
+    query_offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention output (batch, queries, heads, head_dim) and weights (batch, heads, queries, keys) in float64.
+
+    query (batch, heads, queries, head_dim), key and value (batch, key_value_heads, keys, head_dim), hidden_states (batch,
+    queries, hidden), visible (batch, keys): False where a key is padding. A query that sees no key gives zeros.
+    """
+    batch, heads, queries, width = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    q, k, v, x = (tensor.double().tolist() for tensor in (query, key, value, hidden_states))
+    output = torch.zeros(batch, queries, heads, value.shape[-1], dtype=torch.float64)
+    weights = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            g = h // (heads // groups)
+            for i in range(queries):
+                logits = {}
+                for j in range(keys):
+                    delta = j - (i + query_offset)
+                    if delta > 0 or not visible[b, j]:
+                        continue
+                    score = scaling * sum(q[b][h][i][d] * k[b][g][j][d] for d in range(width))
+                    if settings["position_bias"] is not None:
+                        gate = reference_gate(position_bias.gate, settings["gate"], h, score, x[b][i])
+                        score += gate * reference_bias(position_bias.bias, settings["position_bias"], h, delta)
+                    logits[j] = score
+                if not logits:
+                    continue
+                highest = max(logits.values())
+                total = sum(math.exp(score - highest) for score in logits.values())
+                for j, score in logits.items():
+                    weight = math.exp(score - highest) / total
+                    weights[b, h, i, j] = weight
+                    for d in range(value.shape[-1]):
+                        output[b, i, h, d] += weight * v[b][g][j][d]
+    return output, weights
+
+
+class Call(NamedTuple):
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    query_offset: int
+    hidden_states: torch.Tensor | None
+    output: torch.Tensor
+    weights: torch.Tensor | None
+
+
+class Recorder:
+    """Every call of the converted attention function while the `monkeypatch` given to it is active."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.calls: list[Call] = []
+        original = attention_drope._attend
+
+        def record(stock, implementation, module, query, key, value, attention_mask, drope_position=None, **kwargs):
+            scaling = kwargs.get("scaling")
+            output, weights = original(
+                stock, implementation, module, query, key, value, attention_mask, drope_position, **kwargs
+            )
+            offset, hidden = 0, None
+            if drope_position is not None:
+                offset = int(drope_position.query_offset) - int(drope_position.key_offset)
+                hidden = drope_position.hidden_states
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self.calls.append(
+                Call(module, query, key, value, attention_mask, scaling, offset, hidden, output, weights)
+            )
+            return output, weights
+
+        monkeypatch.setattr(attention_drope, "_attend", record)
+
+
+@torch.no_grad()
+def randomise_position(model: Any, seed: int = 0) -> Any:
+    """Give every position parameter a value of order one, so that a bias that is left out changes the result."""
+    generator = torch.Generator().manual_seed(seed)
+    for bias in model.position_biases():
+        for name, parameter in bias.named_parameters():
+            if name in ("bias.gamma", "bias.a", "bias.slopes"):
+                parameter.uniform_(0.3, 1.5, generator=generator)
+            else:
+                parameter.normal_(generator=generator)
+    return model
