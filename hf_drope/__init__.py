@@ -70,24 +70,43 @@ def _register(_: ModuleType) -> None:
     """Add every converted model type to AutoConfig, and its model classes as soon as such a config is made."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-    from .configuration_drope import SUPPORTED_MODEL_TYPES, config_class_listeners, drope_config_class, drope_model_type
+    from .configuration_drope import SUPPORTED_MODEL_TYPES, auto_map, config_class_listeners, drope_model_type
 
-    def register_models(config_class: type) -> None:
+    def register_real_classes(config_class: Any) -> None:
         from .modeling_drope import register_model_classes
 
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         register_model_classes(config_class)
 
     if not config_class_listeners:
-        config_class_listeners.append(register_models)
+        config_class_listeners.append(register_real_classes)
     for model_type in SUPPORTED_MODEL_TYPES:
-        name = drope_model_type(model_type)
-        config_class: Any = drope_config_class(model_type)
-        if name in CONFIG_MAPPING and CONFIG_MAPPING[name].__name__ != config_class.__name__:
+        name, class_name = drope_model_type(model_type), auto_map(model_type)["AutoConfig"].rpartition(".")[2]
+        if name in CONFIG_MAPPING and CONFIG_MAPPING[name].__name__ != class_name:
             raise ImportError(
                 f"model type {name!r} is already registered with Transformers by {CONFIG_MAPPING[name].__module__}; "
                 "import hf_drope in a process of its own."
             )
-        AutoConfig.register(name, config_class, exist_ok=True)
+        AutoConfig.register(name, _deferred_config(name, class_name), exist_ok=True)
+
+
+def _deferred_config(model_type: str, class_name: str) -> Any:
+    """Stands in for a config class until one is needed: the stock config modules may be half imported now."""
+    from transformers.configuration_utils import PreTrainedConfig
+
+    def real() -> Any:
+        from . import configuration_drope
+
+        return getattr(configuration_drope, class_name)
+
+    namespace = {
+        "__module__": __name__,
+        "model_type": model_type,
+        "__new__": lambda cls, *args, **kwargs: real()(*args, **kwargs),
+        "from_dict": classmethod(lambda cls, *args, **kwargs: real().from_dict(*args, **kwargs)),
+        "from_pretrained": classmethod(lambda cls, *args, **kwargs: real().from_pretrained(*args, **kwargs)),
+    }
+    return type(class_name, (PreTrainedConfig,), namespace)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -118,6 +118,14 @@ def _parameters(arguments: argparse.Namespace) -> DroPEParameters:
     return DroPEParameters.preset(arguments.preset, **dict(arguments.settings))
 
 
+def _no_bars_in_a_log() -> None:
+    """Transformers draws its bars into files and pipes as well."""
+    if not sys.stderr.isatty():
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+
+
 def _print_json(content: Any) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
 
@@ -153,6 +161,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from .verify import verify_checkpoint
 
+    _no_bars_in_a_log()
     report = verify_checkpoint(arguments.path, arguments.against)
     if arguments.json:
         _print_json(report.to_dict())
@@ -165,6 +174,7 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
     from .schedule import DroPESchedule
     from .training import recalibrate
 
+    _no_bars_in_a_log()
     stages = {
         name: getattr(arguments, name) for name in ("warmup", "transition") if getattr(arguments, name) is not None
     }
@@ -197,6 +207,7 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from .demo import run_demo
 
+    _no_bars_in_a_log()
     print(run_demo(arguments.out, _parameters(arguments), scale=arguments.scale))
     return 0
 

@@ -30,7 +30,7 @@ from .training import DroPECallback, DroPETrainer
 WINDOW = 128
 LENGTHS = (WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW)
 _BATCH = 16
-_PRETRAINING_STEPS, _RECALIBRATION_STEPS = 1400, 500
+_PRETRAINING_STEPS, _RECALIBRATION_STEPS = 800, 300
 _TRAINING_BYTES, _HELD_OUT_BYTES = 6_000_000, 400_000
 _MARK = "demo.json"
 
@@ -63,7 +63,7 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
     train, held_out = _standard_library()
     steps, more = (max(2, round(count * scale)) for count in (_PRETRAINING_STEPS, _RECALIBRATION_STEPS))
     evaluations = 4 * len(LENGTHS)
-    with tqdm(total=steps + 2 * more + evaluations, unit="step", file=sys.stderr) as bar:
+    with tqdm(total=steps + 2 * more + evaluations, unit="step", file=sys.stderr, mininterval=0.5) as bar:
         bar.set_description("train with RoPE")
         rope = _pretrain(train, steps, bar)
         rope.save_pretrained(folder / "rope")
@@ -186,6 +186,7 @@ def _train(model: Any, data: torch.Tensor, steps: int, folder: Path, bar: Any, s
         logging_strategy="no",
         save_strategy="no",
         report_to=[],
+        dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         seed=0,

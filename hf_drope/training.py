@@ -298,6 +298,7 @@ def recalibrate(
             save_total_limit=2,
             bf16=bf16,
             report_to=[],
+            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=not os.isatty(2),
             seed=seed,
         )

@@ -108,7 +108,9 @@ def test_last_token_changes_no_earlier_logit(family, position, backend):
         with torch.no_grad():
             before, after = (model(x, attention_mask=mask).logits for x in (ids, other))
         assert (before[:, -1] - after[:, -1]).abs().max() > 1e-3
-        leak = (before[:, :-1] - after[:, :-1]).abs().max().item()
+        # The rows of the padding itself see nothing, which the stock code turns into an even look at everything.
+        real = slice(2 if mask is pad else 0, -1)
+        leak = (before[:, real] - after[:, real]).abs().max().item()
         assert leak <= (0.0 if backend == "eager" else 1e-6)
 
 
