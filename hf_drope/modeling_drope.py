@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from .attention_drope import (
     QKNorm,
@@ -209,8 +210,21 @@ def drope_class(stock: Any) -> Any:
         converted: Any = type(drope_class_name(stock.__name__), (DroPEMixin, stock), namespace)
         homes = {entry.rpartition(".")[2]: auto for auto, entry in auto_map(stock.config_class.model_type).items()}
         converted.register_for_auto_class(homes.get(converted.__name__, "AutoModel"))
+        _rename_keys_like(stock, converted)
         _model_classes[stock] = converted
     return _model_classes[stock]
+
+
+def _rename_keys_like(stock: Any, converted: Any) -> None:
+    """Give the converted type the renaming of checkpoint keys that Transformers does for the stock type (by name)."""
+    names = (
+        (stock.__name__, converted.__name__),
+        (stock.config_class.model_type, converted.config_class.model_type),
+    )
+    for theirs, ours in names:
+        mapping = get_checkpoint_conversion_mapping(theirs)
+        if mapping is not None:
+            register_checkpoint_conversion_mapping(ours, mapping, overwrite=True)
 
 
 def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overrides: Any) -> Any:

@@ -134,10 +134,12 @@ def test_a_term_constant_along_the_keys_is_cancelled_by_the_softmax():
 def test_every_parameter_changes_the_softmax_and_gets_a_gradient(name, gate):
     position, _ = build(SETTINGS[name], GATES[gate])
     randomise(position)
-    scores, hidden = torch.randn(1, 4, 30, 30), torch.randn(1, 30, 6)
+    scores, hidden = torch.randn(1, 4, 30, 30, requires_grad=True), torch.randn(1, 30, 6)
     plain = scores.softmax(-1)
     attention = position(scores, hidden_states=hidden).softmax(-1)
     assert (attention - plain).abs().max() > 0.01
+    if not list(position.parameters()):
+        return  # Fixed slopes, without a gate or with one that has no parameters.
     (attention * torch.randn_like(attention)).sum().backward()
     for key, parameter in position.named_parameters():
         assert parameter.grad is not None, key
@@ -175,7 +177,7 @@ def test_linear_slopes_are_a_buffer_unless_learned():
 
 def test_kerple_is_held_away_from_zero():
     bias = LogBias(3, init="kerple")
-    assert (0 <= bias.gamma).all()
+    assert (bias.gamma >= 0).all()
     assert (bias.gamma <= 2).all()
     assert (bias.a <= 1).all()
     with torch.no_grad():
