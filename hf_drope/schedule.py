@@ -5,6 +5,7 @@
     finetune     the temperature is at its floor
 
 Everything is a function of the step and the total number of steps and of nothing else, so a resumed run needs no memory.
+With `DroPESchedule(warmup=0, transition=1.0)` the temperature is T(t) = max(0.1, 1 − t / T_total) over the whole run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 STAGES = ("warmup", "transition", "finetune")
 Curve = str | Callable[[float], float]
 _STEEPNESS = 5.0
+# 0.1 · 30 is a hair above 3.
+_TOLERANCE = 1e-9
 
 # Each falls from 1 at progress 0 to 0 at progress 1, but for "constant".
 _CURVES: dict[str, Callable[[float], float]] = {
@@ -42,15 +45,17 @@ class DroPESchedule:
     """Lengths and curves of the stages.
 
     Args:
-        warmup, transition: whole optimizer steps, or a float in [0, 1] as a share of all steps; the rest is "finetune".
+        warmup, transition: whole optimizer steps (int), or a share of all steps (float in [0, 1], rounded up, so that 1 is one
+            step and 1.0 the whole run); the rest is "finetune".
         rope_curve: how the strength falls during warm-up: "linear", "cosine", "exponential", or a callable from progress
-            in [0, 1) to a strength.
-        temperature_curve: the same for the temperature during the transition, or "constant", which never moves it. Linear
-            is T(t) = max(floor, T_0·(1 − t / T_total)) with t and T_total counted in the transition.
-        temperature_floor, initial_temperature: T is never below the first and starts at the second.
+            in (0, 1) to a strength in [0, 1]; the strength is 1 at step 0 and 0 after the warm-up whatever the curve.
+        temperature_curve: the same for T / T_0 during the transition, or "constant", which never moves T; the fine-tuning
+            stage has the value at progress 1. Linear is T(t) = max(floor, T_0·(1 − t / T_total)) with t and T_total counted
+            in the transition; in the warm-up T is T_0.
+        temperature_floor, initial_temperature: T is never below the first and starts at the second (T_0).
 
     Raises:
-        ValueError: one sentence with the value and what is allowed.
+        ValueError: one sentence with the value, what is allowed and the nearest match.
     """
 
     warmup: int | float = 0.3
@@ -69,7 +74,7 @@ class DroPESchedule:
                     f"{name} is {value!r}; it has to be whole steps of at least 0 or a share from 0.0 to 1.0."
                 )
         shares = [value for value in (self.warmup, self.transition) if isinstance(value, float)]
-        if sum(shares) > 1.0 + 1e-9:
+        if sum(shares) > 1.0 + _TOLERANCE:
             raise ValueError(
                 f"warmup and transition take {sum(shares):g} of the run; together they have to be at most 1.0."
             )
@@ -80,52 +85,93 @@ class DroPESchedule:
                 nearest = difflib.get_close_matches(str(value), known, n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 raise ValueError(f"{name} is {value!r}; it has to be one of {', '.join(known)}, or a callable.{hint}")
-        if not 0.0 < self.temperature_floor <= self.initial_temperature:
+        for name in ("temperature_floor", "initial_temperature"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it has to be a number above 0.")
+        if self.temperature_floor > self.initial_temperature:
             raise ValueError(
-                f"temperature_floor is {self.temperature_floor!r}; it has to be above 0 and at most "
-                f"initial_temperature ({self.initial_temperature!r})."
+                f"temperature_floor is {self.temperature_floor!r}; it has to be at most initial_temperature, "
+                f"{self.initial_temperature!r}."
             )
 
     def stage_ends(self, total_steps: int) -> tuple[int, int]:
         """The steps at which the warm-up and the transition are over.
 
         Raises:
-            ValueError: stages given in steps do not fit into `total_steps`.
+            ValueError: the stages do not fit into `total_steps`.
         """
-        lengths = [
-            value if isinstance(value, int) else round(value * total_steps) for value in (self.warmup, self.transition)
-        ]
-        given = sum(value for value in (self.warmup, self.transition) if isinstance(value, int))
-        if given > total_steps:
-            raise ValueError(f"warmup and transition ask for {given} steps, but the whole run has {total_steps}.")
-        end = min(lengths[0], total_steps)
-        return end, min(end + lengths[1], total_steps)
+        warmup, transition = (
+            value if isinstance(value, int) else value * total_steps for value in (self.warmup, self.transition)
+        )
+        if warmup + transition > total_steps + _TOLERANCE * max(total_steps, 1):
+            raise ValueError(
+                f"warmup={self.warmup!r} and transition={self.transition!r} ask for {warmup + transition:g} steps, "
+                f"but the whole run has {total_steps}."
+            )
+        warmup_end = _round_up(warmup)
+        # Two shares of a whole, each rounded up, may be one step more than it.
+        return warmup_end, min(warmup_end + _round_up(transition), total_steps)
 
     def at(self, step: int, total_steps: int) -> ScheduleState:
-        """The state for the step that follows `step` finished ones; at `total_steps` and after, the final state."""
+        """The state after `step` finished steps of a run of `total_steps`, with which the next step trains.
+
+        At `total_steps`, past it, and for a run of no steps it is the final state.
+
+        Raises:
+            ValueError: the stages do not fit into `total_steps`, `step` is negative, or a callable curve goes out of range.
+        """
+        if step < 0:
+            raise ValueError(f"step is {step}; it has to be at least 0.")
         if total_steps <= 0:
-            return ScheduleState("finetune", 0.0, self._temperature(1.0))
+            return self.final()
         warmup_end, transition_end = self.stage_ends(total_steps)
         if step < warmup_end:
-            strength = _value(self.rope_curve, step / warmup_end)
-            return ScheduleState("warmup", min(max(strength, 0.0), 1.0), self.initial_temperature)
+            return ScheduleState("warmup", self._strength(step / warmup_end), float(self.initial_temperature))
         if step < transition_end:
             progress = (step - warmup_end) / (transition_end - warmup_end)
             return ScheduleState("transition", 0.0, self._temperature(progress))
+        return self.final()
+
+    def final(self) -> ScheduleState:
+        """The state at the end of every run."""
         return ScheduleState("finetune", 0.0, self._temperature(1.0))
 
+    def _strength(self, progress: float) -> float:
+        if progress == 0.0:
+            return 1.0
+        strength = _value(self.rope_curve, progress)
+        if not 0.0 <= strength <= 1.0:
+            raise ValueError(f"rope_curve gives {strength!r} at progress {progress:g}; it has to stay in 0.0 to 1.0.")
+        return float(strength)
+
     def _temperature(self, progress: float) -> float:
-        return max(self.temperature_floor, self.initial_temperature * _value(self.temperature_curve, progress))
+        share = _value(self.temperature_curve, progress)
+        if not math.isfinite(share):
+            raise ValueError(
+                f"temperature_curve gives {share!r} at progress {progress:g}; it has to be a finite number."
+            )
+        return max(float(self.temperature_floor), self.initial_temperature * share)
 
     def describe(self, total_steps: int) -> list[str]:
-        """One line a stage: its steps and what moves in it."""
+        """One line a stage that has steps: which ones, and what moves in it.
+
+        Raises:
+            ValueError: the stages do not fit into `total_steps`.
+        """
         first, second = self.stage_ends(total_steps)
-        floor = self._temperature(1.0)
+        start, floor = f"{self.initial_temperature:g}", f"{self._temperature(1.0):g}"
+        lines = {
+            "warmup": (0, first, f"rope_scale 1 → 0 ({_name(self.rope_curve)})"),
+            "transition": (
+                first,
+                second,
+                f"temperature {start} → {floor} ({_name(self.temperature_curve)})",
+            ),
+            "finetune": (second, total_steps, f"temperature {floor}"),
+        }
         return [
-            f"warmup: steps 0 to {first}, rope_scale 1 → 0 ({_name(self.rope_curve)})",
-            f"transition: steps {first} to {second}, temperature {self.initial_temperature:g} → {floor:g} "
-            f"({_name(self.temperature_curve)})",
-            f"finetune: steps {second} to {total_steps}, temperature {floor:g}",
+            f"{stage}: steps {begin} to {end}, {text}" for stage, (begin, end, text) in lines.items() if end > begin
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,10 +196,14 @@ def _value(curve: Curve, progress: float) -> float:
     return curve(progress) if callable(curve) else _CURVES[curve](progress)
 
 
+def _round_up(steps: float) -> int:
+    return math.ceil(steps - _TOLERANCE * max(steps, 1))
+
+
 def _name(curve: Curve) -> str:
     return getattr(curve, "__name__", "callable") if callable(curve) else curve
 
 
 def learning_rate_warmup_steps(max_steps: int, steps: int = 5000, share: float = 0.1) -> int:
-    """Steps of linear learning-rate warm-up: `steps`, but at most `share` of a short run."""
+    """Steps of linear learning-rate warm-up, for `TrainingArguments.warmup_steps`: `steps`, at most `share` of a short run."""
     return min(steps, math.ceil(max_steps * share))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import difflib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,9 +12,15 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+_SUFFIXES = (".txt", ".jsonl")
+# A tokenizer needs many times a text's size in memory, so a long document goes through it in pieces of this many characters.
+_PIECE = 1 << 20
+
 
 def read_documents(files: Iterable[str | Path]) -> Iterator[str]:
     """The documents of `.txt` files (one each, UTF-8) and `.jsonl` files (one a line, field "text"), in order.
+
+    Documents that are blank are left out.
 
     Raises:
         ValueError: one sentence naming the file, and the line or byte, that cannot be used.
@@ -20,38 +28,74 @@ def read_documents(files: Iterable[str | Path]) -> Iterator[str]:
     for file in map(Path, files):
         if not file.is_file():
             raise ValueError(f"There is no text file {file}.")
-        if file.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"{file} ends in {file.suffix!r}; text files end in .txt or .jsonl.")
-        try:
-            content = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8: byte {error.start} cannot be decoded.") from error
-        if not content.strip():
+        suffix = file.suffix.lower()
+        if suffix not in _SUFFIXES:
+            nearest = difflib.get_close_matches(suffix, _SUFFIXES, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"{file} ends in {file.suffix!r}; text files end in .txt or .jsonl.{hint}")
+        found = False
+        for document in _whole(file) if suffix == ".txt" else _rows(file):
+            if document.strip():
+                found = True
+                yield document
+        if not found:
             raise ValueError(f"{file} is empty.")
-        if file.suffix == ".txt":
-            yield content
-            continue
-        for number, line in enumerate(content.splitlines(), start=1):
-            if line.strip():
-                yield _text_field(file, number, line)
 
 
-def _text_field(file: Path, number: int, line: str) -> str:
+def _whole(file: Path) -> Iterator[str]:
+    yield _decode(file, file.read_bytes(), 0)
+
+
+def _rows(file: Path) -> Iterator[str]:
+    """The `text` of each line; lines end at a line feed only, since JSON may hold every other separator unescaped."""
+    start = 0
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            line = _decode(file, raw, start)
+            start += len(raw)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                raise ValueError(f"{file}, line {number}, has no field 'text' that holds a string.")
+            yield row["text"]
+
+
+def _decode(file: Path, raw: bytes, start: int) -> str:
+    """`raw`, which begins at byte `start` of `file`, as text without a byte order mark."""
+    skipped = len(codecs.BOM_UTF8) if start == 0 and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ValueError(f"{file}, line {number}, has no field 'text' that holds a string.")
-    return row["text"]
+        return raw[skipped:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = start + skipped + error.start
+        raise ValueError(f"{file} is not UTF-8: byte {at} cannot be decoded.") from error
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """The document cut at line ends into pieces of about `_PIECE` characters."""
+    start = 0
+    while len(document) - start > _PIECE:
+        end = document.rfind("\n", start, start + _PIECE) + 1
+        # Without a line end in reach, at the next one: cutting inside a word would make tokens that no text has.
+        end = end or document.find("\n", start + _PIECE) + 1 or len(document)
+        yield document[start:end]
+        start = end
+    if start < len(document):
+        yield document[start:]
 
 
 class PackedText(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of `sequence_length` tokens cut from the documents, which follow each other with an end-of-text token between.
+    """Blocks of `sequence_length` tokens cut from the documents, each followed by the tokenizer's end-of-text token.
+
+    A block may hold several documents; attention is not kept from crossing them, as in pretraining. All tokens are held in
+    memory at 4 bytes each; their order is that of the files.
 
     Args:
         files: see `read_documents`.
-        tokenizer: a Transformers tokenizer.
+        tokenizer: a Transformers tokenizer; documents follow each other directly where it has no end-of-text token.
         sequence_length: tokens a block; the remainder at the end is left out.
 
     Raises:
@@ -64,9 +108,11 @@ class PackedText(Dataset[dict[str, torch.Tensor]]):
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         parts = []
         for document in read_documents(files):
-            # Packing cuts to size, so the tokenizer's warning about a document longer than the model is beside the point.
-            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-            parts.append(torch.tensor([*ids, *end], dtype=torch.int32))
+            for piece in _pieces(document):
+                # Packing cuts to size: the tokenizer's warning about texts longer than the model is beside the point.
+                ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+                parts.append(torch.tensor(ids, dtype=torch.int32))
+            parts.append(torch.tensor(end, dtype=torch.int32))
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
         count = len(tokens) // sequence_length
         if count == 0:
@@ -77,5 +123,6 @@ class PackedText(Dataset[dict[str, torch.Tensor]]):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """{"input_ids", "labels"}, both (sequence_length,); the model shifts the labels."""
         ids = self.blocks[index].long()
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids.clone()}

@@ -170,13 +170,13 @@ def test_wrong_settings_are_one_sentence_with_key_value_and_what_is_allowed(sett
 
 
 def test_wrong_presets_and_overrides_name_the_nearest_match():
-    with pytest.raises(ValueError, match="Unknown preset 'drop'; .* Did you mean 'drope'"):
+    with pytest.raises(ValueError, match=r"Unknown preset 'drop'; .* Did you mean 'drope'"):
         DroPEParameters.preset("drop")
-    with pytest.raises(ValueError, match="Unknown setting 'max_distanc'; .* Did you mean 'max_distance'"):
+    with pytest.raises(ValueError, match=r"Unknown setting 'max_distanc'; .* Did you mean 'max_distance'"):
         DroPEParameters.preset("simple", max_distanc=4)
     with pytest.raises(ValueError, match=r"Unknown setting 'gate\.max_distance'"):
         DroPEParameters.preset("gated", **{"gate.max_distance": 4})
-    with pytest.raises(ValueError, match="Unknown setting 'temperature'"):
+    with pytest.raises(ValueError, match=r"Unknown setting 'temperature'"):
         DroPEParameters.preset("simple", temperature=0.5)
 
 
@@ -253,7 +253,7 @@ def test_auto_map_names_every_class_the_family_has(family):
 
 
 def test_auto_map_of_an_unknown_type_is_refused():
-    with pytest.raises(ValueError, match="Unknown model type 'lama'; .*Did you mean 'llama'"):
+    with pytest.raises(ValueError, match=r"Unknown model type 'lama'; .*Did you mean 'llama'"):
         auto_map("lama")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import FAMILIES, random_ids, tiny_model
+from tiny import FAMILIES, random_ids, tiny_config, tiny_model
 
 from hf_drope import apply_drope
 from hf_drope.rotary_drope import FadingRotaryEmbedding, RemovedPositionEmbedding
@@ -182,15 +182,23 @@ def test_cached_decoding_equals_full_forward_while_fading(family, fade):
 
 
 @every_fade
-def test_fading_in_half_precision_is_computed_in_full(fade):
+@pytest.mark.parametrize("cast", ["built", "cast later"])
+def test_fading_in_half_precision_is_computed_in_full(cast, fade):
     """https://github.com/NVIDIA/TensorRT-Model-Connect/issues/667"""
     positions = range(600, 609)
-    models = [apply_drope(tiny_model("llama"), "nope", rope_fade=fade) for _ in range(2)]
-    models[1].to(torch.bfloat16)
-    exact = cos_sin(models[0], 0.3, positions)
-    rotary = models[1].base_model.rotary_emb
-    models[1].set_rope_scale(0.3)
-    rounded = rotary(torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.tensor([list(positions)]))
+    exact = cos_sin(apply_drope(tiny_model("llama"), "nope", rope_fade=fade), 0.3, positions)
+    if cast == "built":
+        stock_class = type(tiny_model("llama"))
+        model = stock_class._from_config(tiny_config("llama"), dtype=torch.bfloat16)
+        model = apply_drope(model, "nope", rope_fade=fade)
+    else:
+        model = apply_drope(tiny_model("llama"), "nope", rope_fade=fade)
+        frequencies = model.model.rotary_emb.rotary.inv_freq
+        model.to(torch.bfloat16)
+        # The stock module's own buffer is the stock module's affair.
+        model.model.rotary_emb.rotary.inv_freq = frequencies
+    model.set_rope_scale(0.3)
+    rounded = model.model.rotary_emb(torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.tensor([list(positions)]))
     for half, full in zip(rounded, exact, strict=True):
         assert half.dtype == torch.bfloat16
         torch.testing.assert_close(half[0].float(), full, atol=4e-3, rtol=1e-2)

@@ -1,0 +1,47 @@
+"""Text files packed into blocks of tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from checkpoints import tiny_tokenizer
+
+from hf_drope.text import PackedText, read_documents
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{index}" for index in range(first, first + count))
+
+
+def test_documents_are_packed_with_an_end_token_between(tmp_path):
+    (tmp_path / "a.txt").write_text(words(10, 4))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": words(first, 2)}) for first in (30, 40)) + "\n\n")
+    data = PackedText([tmp_path / "a.txt", tmp_path / "b.jsonl"], tiny_tokenizer(), 5)
+    assert [row["input_ids"].tolist() for row in (data[0], data[1])] == [[10, 11, 12, 13, 2], [30, 31, 2, 40, 41]]
+    assert len(data) == 2
+    assert data[0]["labels"].equal(data[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b" \n", r"a\.txt is empty"),
+        ("a.txt", b"ab\xff\xfe", r"a\.txt is not UTF-8: byte 2"),
+        ("a.jsonl", b'{"text": "x"}\n{text}\n', r"line 2, is not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', r"line 1, has no field 'text'"),
+        ("a.pdf", b"x", r"ends in '\.pdf'"),
+        ("missing.txt", None, r"no text file"),
+    ],
+)
+def test_unusable_files_are_named_in_a_sentence(name, content, sentence, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        list(read_documents([tmp_path / name]))
+
+
+def test_too_little_text_for_one_block_says_how_much_there_was(tmp_path):
+    (tmp_path / "a.txt").write_text(words(10, 4))
+    with pytest.raises(ValueError, match="has 5 tokens, too few for one sequence of 8"):
+        PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 8)
