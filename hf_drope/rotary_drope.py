@@ -12,6 +12,7 @@ nothing and returns `(None, None)`, which the rebound attention takes as "do not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ class RopeScale(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, self._initial)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            # A cast of the model rounds the strength, and a long position multiplies the error.
+            self.scale = torch.full_like(self.scale, self._initial, dtype=torch.float32)
+        return self
 
 
 class FadingRotaryEmbedding(RopeScale):

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from .convert import other_files, read_source
 from .schedule import STAGES, DroPESchedule, ScheduleState, learning_rate_warmup_steps
@@ -67,13 +66,20 @@ def position_logs(model: Any, state: ScheduleState) -> dict[str, float]:
 class DroPECallback(TrainerCallback):
     """Moves a converted model through the stages of a `DroPESchedule` (default: its defaults).
 
-    A step trains with the state of the steps finished before it; a checkpoint or evaluation after it sees that same state,
-    and the checkpoint's config carries it. When training ends the model is left in the final state, or, with
-    `load_best_model_at_end`, in the stage of the checkpoint that was loaded.
+    A step trains with the state of the steps finished before it; a checkpoint, a log entry or an evaluation after it sees
+    that same state, and the checkpoint's config carries it. When training ends the model is left in the state for the steps
+    done, which is the final one unless it was stopped early, or, with `load_best_model_at_end`, in the stage of the
+    checkpoint that was loaded. A checkpoint of adapters has its stage in `drope_parameters.json`.
+
+    Each log entry with a training loss gets what `position_logs` returns, for the log history and for every tracker.
+
+    Raises:
+        ValueError: when training begins, where the stages do not fit into it or the model has no strength to fade.
     """
 
     def __init__(self, schedule: DroPESchedule | None = None) -> None:
         self.schedule = schedule or DroPESchedule()
+        # What the model was last set to, for the log; always set anew before a step.
         self.state: ScheduleState | None = None
 
     def _set(self, model: Any, step: int, total: int) -> None:
@@ -81,6 +87,19 @@ class DroPECallback(TrainerCallback):
         _set_stage(model, self.state.rope_scale, self.state.temperature)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        # Trackers come before a user's callbacks and read a log entry before it would be complete. No event is given the
+        # list of callbacks; the handler that calls this one has it.
+        handler = sys._getframe(1).f_locals.get("self")
+        callbacks = getattr(handler, "callbacks", None)
+        if isinstance(callbacks, list) and self in callbacks:
+            callbacks.insert(0, callbacks.pop(callbacks.index(self)))
+        trained = [parameter.requires_grad for _, parameter in position_parameters(model)]
+        if trained and not any(trained):
+            logger.warning(
+                "None of the %d position parameters is trained; with PEFT, add modules_to_save=[%r].",
+                len(trained),
+                _POSITION,
+            )
         self._set(model, state.global_step, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -95,8 +114,7 @@ class DroPECallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        # A trainer with `PositionGroupsMixin` has put them in before any tracker looked.
-        if logs is not None and self.state is not None and "drope/stage" not in logs:
+        if logs is not None and self.state is not None and "loss" in logs:
             extra = position_logs(model, self.state)
             logs.update(extra)
             state.log_history[-1].update(extra)
@@ -112,7 +130,7 @@ class DroPECallback(TrainerCallback):
             settings = _saved_stage(Path(state.best_model_checkpoint))
             _set_stage(model, settings["rope_scale"], (settings["gate"] or {}).get("temperature"))
         else:
-            self._set(model, state.max_steps, state.max_steps)
+            self._set(model, state.global_step, state.max_steps)
 
 
 def _set_stage(model: Any, rope_scale: float, temperature: float | None) -> None:
@@ -137,19 +155,20 @@ class PositionGroupsMixin:
     Mix it into any Trainer, for example `class DroPESFTTrainer(PositionGroupsMixin, SFTTrainer)`.
 
     Args:
-        position_learning_rate: default ten times `learning_rate`; few numbers move far, while the weights only adapt.
+        position_learning_rate: default ten times `learning_rate`; few numbers move far, while the weights only adapt. (A
+            135M model took 1e-2 beside 3e-4.) Both follow the same schedule.
     """
 
     def __init__(self, *args: Any, position_learning_rate: float | None = None, **kwargs: Any) -> None:
         self.position_learning_rate = position_learning_rate
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, model: Any = None) -> Any:
         trainer: Any = self
         if trainer.optimizer is not None:
             return trainer.optimizer
-        optimizer: Any = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        named = position_parameters(trainer.model)
+        optimizer: Any = super().create_optimizer(*([] if model is None else [model]))  # type: ignore[misc]
+        named = position_parameters(trainer.model if model is None else model)
         chosen = {id(parameter): parameter for _, parameter in named if parameter.requires_grad}
         if chosen:
             for group in optimizer.param_groups:
@@ -158,14 +177,6 @@ class PositionGroupsMixin:
             rate = 10 * trainer.args.learning_rate if rate is None else rate
             optimizer.add_param_group({"params": list(chosen.values()), "lr": rate, "weight_decay": 0.0})
         return optimizer
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        trainer: Any = self
-        callbacks = trainer.callback_handler.callbacks
-        state = next((callback.state for callback in callbacks if isinstance(callback, DroPECallback)), None)
-        if state is not None:
-            logs.update(position_logs(trainer.model, state))
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
 class DroPETrainer(PositionGroupsMixin, Trainer):
@@ -245,6 +256,8 @@ def recalibrate(
 
     Raises:
         ValueError: one sentence on a wrong argument, folder or text file; nothing was written.
+
+    A resumed run equals an uninterrupted one if it is given the same arguments and text.
     """
     source, config = read_source(model_path)
     if not str(config.get("model_type", "")).endswith("_drope"):
@@ -253,10 +266,25 @@ def recalibrate(
         raise ValueError(f"max_steps is {max_steps}; it has to be at least 0.")
     if train_only not in ("all", "position"):
         raise ValueError(f"train_only is {train_only!r}; it has to be 'all' or 'position'.")
-    if lora_rank is not None and lora_rank < 1:
-        raise ValueError(f"lora_rank is {lora_rank}; it has to be at least 1.")
+    counts = {
+        "lora_rank": lora_rank,
+        "batch_size": batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "save_steps": save_steps,
+        "logging_steps": logging_steps,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}; it has to be at least 1.")
+    for name, rate in (("learning_rate", learning_rate), ("position_learning_rate", position_learning_rate)):
+        if rate is not None and not rate >= 0:
+            raise ValueError(f"{name} is {rate}; it has to be at least 0.")
+    if lora_rank is not None and train_only == "position":
+        raise ValueError(
+            "train_only is 'position' and lora_rank is given; adapters would stay untrained, so choose one."
+        )
     target = Path(out)
-    last = _last_checkpoint(target) if resume else None
+    last = _last_checkpoint(target, max_steps) if resume else None
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; choose another folder, or go on there with --resume.")
 
@@ -272,7 +300,9 @@ def recalibrate(
     transformers.set_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     schedule = _fitting_schedule(model, schedule)
-    schedule.stage_ends(max_steps)
+    if max_steps > 0:
+        schedule.stage_ends(max_steps)
+    _check_length(model, sequence_length)
     trained: Any = model
     if lora_rank is not None:
         from peft import get_peft_model
@@ -299,7 +329,7 @@ def recalibrate(
             bf16=bf16,
             report_to=[],
             dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=not os.isatty(2),
+            disable_tqdm=not sys.stderr.isatty(),
             seed=seed,
         )
         trainer = DroPETrainer(
@@ -310,6 +340,8 @@ def recalibrate(
             callbacks=[DroPECallback(schedule)],
             position_learning_rate=position_learning_rate,
         )
+        # It would print every log entry.
+        trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=last)
         history = trainer.state.log_history
         if not trainer.is_world_process_zero():
@@ -341,16 +373,32 @@ def _fitting_schedule(model: Any, schedule: DroPESchedule | None) -> DroPESchedu
     return schedule or DroPESchedule()
 
 
-def _last_checkpoint(folder: Path) -> str:
-    """The newest complete checkpoint; one that a killed run left half-written is removed."""
-    while folder.is_dir() and (last := get_last_checkpoint(str(folder))) is not None:
+def _check_length(model: Any, sequence_length: int) -> None:
+    table = getattr(getattr(model.base_model, "wpe", None), "weight", None)
+    if table is not None and sequence_length > len(table):
+        raise ValueError(
+            f"sequence_length is {sequence_length}; it has to be at most {len(table)}, the positions in this model's table."
+        )
+
+
+def _last_checkpoint(folder: Path, max_steps: int) -> str:
+    """The newest complete checkpoint; the Trainer writes `trainer_state.json` last, so a killed run's lacks it."""
+    found = {
+        int(step): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (step := path.name.removeprefix("checkpoint-")).isdigit() and path.name.startswith("checkpoint-")
+    }
+    for _, path in sorted(found.items(), reverse=True):
         try:
-            json.loads((Path(last) / "trainer_state.json").read_text(encoding="utf-8"))
-            return last
+            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            # The Trainer writes this file last.
-            logger.warning("%s is incomplete and was removed.", last)
-            shutil.rmtree(last)
+            logger.warning("%s is incomplete and was skipped.", path)
+            continue
+        if state["max_steps"] != max_steps:
+            raise ValueError(
+                f"max_steps is {max_steps}, but {path} belongs to a run of {state['max_steps']} steps; resume with that."
+            )
+        return str(path)
     raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
 
 
