@@ -1,6 +1,6 @@
 """A small model with a gated position bias from scratch: no RoPE, no checkpoint, only a config.
 
-    python examples/from_scratch.py
+python examples/from_scratch.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Convert a checkpoint folder and recalibrate it with Transformers' Trainer.
 
-    python examples/train_with_trainer.py SRC OUT book.txt
+python examples/train_with_trainer.py SRC OUT book.txt
 """
 
 import sys

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention_drope import (
     QKNorm,
@@ -28,7 +29,6 @@ from .attention_drope import (
 from .configuration_drope import (
     DroPEParameters,
     auto_map,
-    base_model_type,
     drope_class_name,
     drope_config_class,
     stock_class_name,
@@ -50,7 +50,7 @@ class DroPEMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Classification heads ask AutoModel for their base model; the answer is keyed by this very config class.
         base = auto_map(config.model_type)["AutoModel"].rpartition(".")[2]
-        transformers.AutoModel.register(type(config), globals()["__getattr__"](base), exist_ok=True)
+        transformers.AutoModel.register(type(config), __getattr__(base), exist_ok=True)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def post_init(self) -> None:
@@ -211,6 +211,8 @@ def drope_class(stock: Any) -> Any:
         homes = {entry.rpartition(".")[2]: auto for auto, entry in auto_map(stock.config_class.model_type).items()}
         converted.register_for_auto_class(homes.get(converted.__name__, "AutoModel"))
         _rename_keys_like(stock, converted)
+        # Stock classes enter themselves when built; ours are also reached by changing the class of a built module.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(converted), stock._can_record_outputs)
         _model_classes[stock] = converted
     return _model_classes[stock]
 
@@ -288,6 +290,3 @@ def __getattr__(name: str) -> Any:
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
         return drope_class(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["DroPEMixin", "apply_drope", "base_model_type", "drope_class", "register_model_classes"]

@@ -236,7 +236,7 @@ class LinearBias(RelativeBias):
         if learned:
             self.slopes = _parameter(sides, self.num_groups)
         else:
-            self.register_buffer("slopes", torch.empty(sides, self.num_groups), persistent=False)
+            self.register_buffer("slopes", torch.empty(sides, self.num_groups, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

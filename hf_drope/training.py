@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from tqdm import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+from transformers.trainer import TRAINER_STATE_NAME
 
-from .convert import other_files, read_source
+from .convert import RECORD, other_files, read_source
 from .schedule import STAGES, DroPESchedule, ScheduleState, learning_rate_warmup_steps
 from .text import PackedText
 
@@ -43,7 +47,7 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def position_parameters(model: Any) -> Iterable[tuple[str, torch.nn.Parameter]]:
+def position_parameters(model: Any) -> Iterable[tuple[str, nn.Parameter]]:
     """Names and parameters of biases and gates; with adapters, of the copy that is trained."""
     for name, parameter in model.named_parameters():
         if _POSITION in name and "original_module" not in name:
@@ -127,8 +131,9 @@ class DroPECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            settings = _saved_stage(Path(state.best_model_checkpoint))
-            _set_stage(model, settings["rope_scale"], (settings["gate"] or {}).get("temperature"))
+            # The Trainer has loaded its weights and nothing else.
+            self._set(model, max(0, (state.best_global_step or 0) - 1), state.max_steps)
+            restore_stage(model, state.best_model_checkpoint)
         else:
             self._set(model, state.global_step, state.max_steps)
 
@@ -143,10 +148,19 @@ def _set_stage(model: Any, rope_scale: float, temperature: float | None) -> None
         converted.set_gate_temperature(temperature)
 
 
-def _saved_stage(checkpoint: Path) -> dict[str, Any]:
-    if (checkpoint / _STAGE_FILE).exists():
-        return json.loads((checkpoint / _STAGE_FILE).read_text(encoding="utf-8"))
-    return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["drope_parameters"]
+def restore_stage(model: Any, checkpoint: str | Path) -> None:
+    """Give `model` the strength and temperature that `checkpoint` was saved with, as after loading an adapter from it.
+
+    A folder that does not say (weights alone, as of a sharded model) changes nothing.
+    """
+    folder = Path(checkpoint)
+    if (folder / _STAGE_FILE).exists():
+        settings = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
+    elif (folder / "config.json").exists():
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["drope_parameters"]
+    else:
+        return
+    _set_stage(model, settings["rope_scale"], (settings["gate"] or {}).get("temperature"))
 
 
 class PositionGroupsMixin:
@@ -197,21 +211,58 @@ def freeze_all_but_position(model: Any) -> None:
 
 
 def lora_config(model: Any, rank: int) -> Any:
-    """A PEFT `LoraConfig` for a converted model: adapters on the attention projections, biases and gates trained in full."""
+    """A PEFT `LoraConfig` for a converted model: adapters on the attention projections, what conversion added in full."""
     from peft import LoraConfig
 
-    targets = set()
-    for module in unwrap(model).modules():
-        if hasattr(type(module), "needs_position"):
-            targets |= {name for name, child in module.named_children() if hasattr(child, "weight")}
-    has_bias = unwrap(model).config.drope_parameters["position_bias"] is not None
+    converted = unwrap(model)
+    # Whole names: GPT-2 calls a projection of its MLP as it calls one of its attention.
+    projections = {
+        f"{name}.{child_name}": child
+        for name, module in converted.named_modules()
+        if hasattr(type(module), "needs_position")
+        for child_name, child in module.named_children()
+        if isinstance(child, nn.Linear | Conv1D)
+    }
+    added = {name.rpartition(".")[2] for name, _ in converted.named_modules()} & {_POSITION, "qk_norm"}
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=sorted(targets),
-        modules_to_save=[_POSITION] if has_bias else None,
+        target_modules=sorted(projections),
+        modules_to_save=sorted(added) or None,
+        fan_in_fan_out=any(isinstance(child, Conv1D) for child in projections.values()),
         task_type="CAUSAL_LM",
     )
+
+
+class _Progress(TrainerCallback):
+    """A bar by tokens on standard error, silent where that is not a terminal; the Trainer's own writes to standard output."""
+
+    def __init__(self, tokens_a_step: int) -> None:
+        self.tokens_a_step = tokens_a_step
+        self.bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(
+            desc="recalibrate",
+            total=state.max_steps * self.tokens_a_step,
+            initial=state.global_step * self.tokens_a_step,
+            unit="token",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=None if state.is_world_process_zero else True,
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update(self.tokens_a_step)
+        # The mean loss since the last log starts anew on resumption, so it has to start anew at every checkpoint.
+        control.should_log = control.should_log or control.should_save
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", rope_scale=f"{logs['drope/rope_scale']:.2f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
 
 
 def recalibrate(
@@ -303,6 +354,9 @@ def recalibrate(
     if max_steps > 0:
         schedule.stage_ends(max_steps)
     _check_length(model, sequence_length)
+    largest = int(data.blocks.max())
+    if largest >= model.config.vocab_size:
+        raise ValueError(f"The tokenizer gives token {largest}, but the model knows only {model.config.vocab_size}.")
     trained: Any = model
     if lora_rank is not None:
         from peft import get_peft_model
@@ -314,6 +368,7 @@ def recalibrate(
     target.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     history: list[dict[str, Any]] = []
+    tokens_a_step = batch_size * gradient_accumulation_steps * sequence_length
     if max_steps > 0:
         arguments = TrainingArguments(
             output_dir=str(target),
@@ -329,20 +384,29 @@ def recalibrate(
             bf16=bf16,
             report_to=[],
             dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=not sys.stderr.isatty(),
+            use_cpu=not torch.accelerator.is_available(),
+            disable_tqdm=True,
             seed=seed,
         )
+        tokens_a_step *= arguments.world_size
         trainer = DroPETrainer(
             model=trained,
             args=arguments,
             train_dataset=data,
             processing_class=tokenizer,
-            callbacks=[DroPECallback(schedule)],
+            callbacks=[DroPECallback(schedule), _Progress(tokens_a_step)],
             position_learning_rate=position_learning_rate,
         )
-        # It would print every log entry.
+        # It would print every log entry to standard output.
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=last)
+        if last is not None and _finished_steps(last) >= max_steps:
+            # The Trainer would go on for another step.
+            trainer._load_from_checkpoint(last)
+            trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
+            final = schedule.final()
+            _set_stage(model, final.rope_scale, final.temperature)
+        else:
+            trainer.train(resume_from_checkpoint=last)
         history = trainer.state.log_history
         if not trainer.is_world_process_zero():
             return {}
@@ -352,7 +416,7 @@ def recalibrate(
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return {
         "steps": max_steps,
-        "tokens": max_steps * batch_size * gradient_accumulation_steps * sequence_length,
+        "tokens": max_steps * tokens_a_step,
         "seconds": round(time.monotonic() - started, 1),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -390,7 +454,7 @@ def _last_checkpoint(folder: Path, max_steps: int) -> str:
     }
     for _, path in sorted(found.items(), reverse=True):
         try:
-            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             logger.warning("%s is incomplete and was skipped.", path)
             continue
@@ -402,9 +466,14 @@ def _last_checkpoint(folder: Path, max_steps: int) -> str:
     raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
 
 
+def _finished_steps(checkpoint: str) -> int:
+    return json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+
+
 def _save(model: Any, source: Path, target: Path, history: list[dict[str, Any]]) -> None:
     model.save_pretrained(target)
-    for name in other_files(source):
+    record = (RECORD,) if (source / RECORD).is_file() else ()
+    for name in (*other_files(source), *record):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
     with (target / "metrics.jsonl").open("w", encoding="utf-8") as file:

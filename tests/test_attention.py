@@ -36,6 +36,11 @@ def logits(model, ids, **kwargs):
         return model(ids, **kwargs).logits
 
 
+def hidden_states(model, ids):
+    with torch.no_grad():
+        return model(ids, output_hidden_states=True).hidden_states
+
+
 def stepwise(model, ids, chunks=(5,)):
     """Logits of a prefill in chunks followed by single steps."""
     cache, results, done = DynamicCache(config=model.config), [], 0
@@ -50,17 +55,20 @@ def generate(model, ids, count=8, **kwargs):
     return model.generate(ids, max_new_tokens=count, min_new_tokens=count, **kwargs)[:, ids.shape[1] :]
 
 
-def weights_of(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, output_attentions=True, **kwargs).attentions
+def weights_of(model, ids):
+    """Each layer's attention weights, as the modules of an eager model return them."""
+    seen = []
+    attention = [module for module in model.modules() if hasattr(module, "needs_position")]
+    hooks = [module.register_forward_hook(lambda m, a, output: seen.append(output[1])) for module in attention]
+    logits(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention_drope, "QUERY_BLOCK", 4)
-
-
-# --- windows
 
 
 @every_backend
@@ -106,9 +114,6 @@ def test_sliding_window_architecture_generates_alike_with_and_without_cache(sett
         assert (weights[..., (j > i) | (j <= i - 6)] == 0).all()
 
 
-# --- attention scale
-
-
 @every_backend
 @pytest.mark.parametrize("settings", [{}, BIASES["table_score"], BIASES["low_rank"]], ids=str)
 def test_constant_attention_scale_multiplies_the_scores(settings, backend, monkeypatch):
@@ -128,7 +133,15 @@ def test_constant_attention_scale_multiplies_the_scores(settings, backend, monke
         position = attention_drope.Position(0, 0, call.hidden_states)
         with torch.no_grad():
             output, _ = attention_drope._attend(
-                function, stock, plain, call.query * 1.4, call.key, call.value, call.mask, position, scaling=call.scaling
+                function,
+                stock,
+                plain,
+                call.query * 1.4,
+                call.key,
+                call.value,
+                call.mask,
+                position,
+                scaling=call.scaling,
             )
         torch.testing.assert_close(output, call.output, atol=1e-5, rtol=1e-5)
     assert (scaled - logits(build(settings, backend=backend), ids)).abs().max() > 0.01
@@ -174,9 +187,6 @@ def test_attention_scale_that_changes_nothing_is_no_scale():
         assert not model.model.layers[0].self_attn.needs_position
 
 
-# --- norms of queries and keys
-
-
 @pytest.mark.parametrize("which", ["q", "k", "qk"])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox"])
@@ -208,9 +218,6 @@ def test_norm_over_all_heads_of_the_projections(family, scale, which, monkeypatc
 def test_norm_is_refused_where_queries_and_keys_never_meet(family):
     with pytest.raises(ValueError, match="qk_norm is not possible for"):
         apply_drope(tiny_model(family), "nope", qk_norm="qk")
-
-
-# --- backends
 
 
 @pytest.mark.parametrize("backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "no_such_backend"])
@@ -271,8 +278,10 @@ def test_attention_weights_are_returned_with_bias_and_mask(family, bias):
     model = build(BIASES[bias], family, "eager")
     ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    with_bias = weights_of(model, ids, attention_mask=mask)
-    without = weights_of(build({}, family, "eager"), ids, attention_mask=mask)
+    with torch.no_grad():
+        with_bias = model(ids, attention_mask=mask, output_attentions=True).attentions
+        stock = tiny_model(family, attn_implementation="eager")
+        without = stock(ids, attention_mask=mask, output_attentions=True).attentions
     assert len(with_bias) == 2
     for layer, plain in zip(with_bias, without, strict=True):
         assert layer.shape == (2, 4, 9, 9)
@@ -283,7 +292,18 @@ def test_attention_weights_are_returned_with_bias_and_mask(family, bias):
         assert (layer - plain).abs().max() > 0.01
 
 
-# --- heads, signs and extreme values
+@every_backend
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gptj", "gpt2"])
+def test_hidden_states_are_returned_as_by_the_stock_model(family, backend):
+    ids = random_ids(1, 7)
+    for kind in ("ForCausalLM", "Model"):
+        stock = tiny_model(family, kind, attn_implementation=backend)
+        expected = hidden_states(stock, ids)
+        converted = apply_drope(tiny_model(family, kind, attn_implementation=backend), "nope", rope_scale=1.0)
+        states = hidden_states(converted, ids)
+        assert len(states) == len(expected) == 3
+        for ours, theirs in zip(states, expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @every_backend
@@ -378,9 +398,6 @@ def test_packed_documents_see_only_themselves(bias, backend):
     torch.testing.assert_close(packed[:, 4:], logits(model, ids[:, 4:]), atol=1e-4, rtol=1e-4)
 
 
-# --- long sequences and training
-
-
 @every_bias
 @pytest.mark.parametrize("padding", [0, 3])
 def test_blocks_of_queries_equal_one_block_gradients_included(bias, padding, monkeypatch):
@@ -448,9 +465,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(bias, reentrant):
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-# --- generation, compilation
-
-
 @every_bias
 def test_beams_and_prompt_lookup_agree_with_uncached_decoding(bias):
     """https://github.com/huggingface/transformers/pull/30311"""
@@ -473,9 +487,6 @@ def test_compiled_model_is_one_graph(family, settings):
         result = compiled(ids, use_cache=False).logits
     torch._dynamo.reset()
     torch.testing.assert_close(result, logits(model, ids), atol=1e-4, rtol=1e-4)
-
-
-# --- what stays as it was
 
 
 def test_models_built_from_the_same_config_object_stay_stock():
@@ -549,7 +560,7 @@ def test_a_model_without_position_encoding_to_take_out_is_refused():
     config = transformers.BertConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    with pytest.raises(ValueError, match="no position encoding here|does not call"):
+    with pytest.raises(ValueError, match=r"no position encoding here|does not call"):
         apply_drope(transformers.BertModel(config), "nope")
 
 

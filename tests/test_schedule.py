@@ -40,6 +40,30 @@ def test_every_curve_falls_all_the_way(curve):
     assert temperatures[-1] == 0.1
 
 
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 10, 30, 1001])
+@pytest.mark.parametrize("shares", [(0.3, 0.3), (0.5, 0.5), (0.1, 0.9), (1.0, 0.0), (0.0, 1.0), (0.001, 0.999)])
+def test_shares_fit_any_run_start_at_one_and_end_final(shares, total):
+    schedule = DroPESchedule(*shares)
+    states = [schedule.at(step, total) for step in range(total + 1)]
+    assert states[0].rope_scale == (1.0 if shares[0] else 0.0)
+    assert states[-1] == schedule.final() == ("finetune", 0.0, 0.1)
+    assert all(a.rope_scale >= b.rope_scale and a.temperature >= b.temperature for a, b in pairwise(states))
+    assert all((state.rope_scale > 0) == (state.stage == "warmup") for state in states)
+
+
+def test_a_transition_over_the_whole_run_is_the_published_formula():
+    schedule = DroPESchedule(warmup=0, transition=1.0)
+    for step in range(41):
+        assert schedule.at(step, 40).temperature == pytest.approx(max(0.1, 1 - step / 40))
+
+
+def test_a_curve_that_leaves_its_range_is_refused():
+    with pytest.raises(ValueError, match=r"rope_curve gives 1\.5 at progress 0\.5"):
+        DroPESchedule(warmup=2, rope_curve=lambda p: 1 + p).at(1, 10)
+    with pytest.raises(ValueError, match="temperature_curve gives inf"):
+        DroPESchedule(temperature_curve=lambda p: float("inf")).at(10, 10)
+
+
 def test_constant_temperature_never_moves():
     schedule = DroPESchedule(temperature_curve="constant", initial_temperature=0.5)
     assert {schedule.at(step, 30).temperature for step in range(31)} == {0.5}
@@ -58,6 +82,7 @@ def test_a_run_of_no_steps_is_in_the_final_state():
         ({"warmup": 0.7, "transition": 0.6}, r"take 1\.3 of the run"),
         ({"rope_curve": "linaer"}, "Did you mean 'linear'"),
         ({"rope_curve": "constant"}, "rope_curve is 'constant'"),
+        ({"initial_temperature": "hot"}, "initial_temperature is 'hot'"),
         ({"temperature_floor": 0.0}, r"temperature_floor is 0\.0"),
         ({"temperature_floor": 2.0}, r"temperature_floor is 2\.0"),
     ],
@@ -70,6 +95,10 @@ def test_wrong_schedules_are_refused_in_a_sentence(settings, sentence):
 def test_stages_longer_than_the_run_are_refused():
     with pytest.raises(ValueError, match="ask for 12 steps, but the whole run has 10"):
         DroPESchedule(warmup=7, transition=5).at(0, 10)
+    with pytest.raises(ValueError, match=r"warmup=8 and transition=0\.3 ask for 11 steps"):
+        DroPESchedule(warmup=8, transition=0.3).describe(10)
+    with pytest.raises(ValueError, match="step is -1"):
+        DroPESchedule().at(-1, 10)
 
 
 def test_round_trip_and_plan():

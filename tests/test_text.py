@@ -7,6 +7,7 @@ import json
 import pytest
 from checkpoints import tiny_tokenizer
 
+from hf_drope import text
 from hf_drope.text import PackedText, read_documents
 
 
@@ -23,12 +24,43 @@ def test_documents_are_packed_with_an_end_token_between(tmp_path):
     assert data[0]["labels"].equal(data[0]["input_ids"])
 
 
+def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_no_text(tmp_path):
+    # U+2028 and U+0085 may stand unescaped in JSON, and are line ends to Python's splitlines.
+    document = "one\u2028two\u0085three"
+    line = json.dumps({"text": document}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"\ufeff{line}\r\n{line}".encode())
+    (tmp_path / "b.txt").write_bytes("\ufeffplain".encode())
+    assert list(read_documents([tmp_path / "a.jsonl", tmp_path / "b.txt"])) == [document, document, "plain"]
+
+
+def test_a_long_document_is_tokenised_in_pieces_to_the_same_tokens(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("\n".join(words(3 + index % 90, 3) for index in range(40)))
+    whole = PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 4).blocks
+    monkeypatch.setattr(text, "_PIECE", 32)
+    assert PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 4).blocks.equal(whole)
+
+
+def test_a_tokenizer_without_end_token_joins_documents_directly(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(words(10, 2))
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    data = PackedText([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer, 4)
+    assert data[0]["input_ids"].tolist() == [10, 11, 10, 11]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("a.txt", b" \n", r"a\.txt is empty"),
         ("a.txt", b"ab\xff\xfe", r"a\.txt is not UTF-8: byte 2"),
+        ("a.txt", b"\xef\xbb\xbfab\xff", r"a\.txt is not UTF-8: byte 5"),
+        ("a.jsonl", b'{"text": "x"}\n"\xff"\n', r"a\.jsonl is not UTF-8: byte 15"),
         ("a.jsonl", b'{"text": "x"}\n{text}\n', r"line 2, is not JSON"),
+        ("a.jsonl", b'{"text": 3}\n', r"line 1, has no field 'text' that holds a string"),
+        ("a.jsonl", b"[1]\n", r"line 1, has no field 'text'"),
+        ("a.jsonl", b'{"text": ""}\n\n', r"a\.jsonl is empty"),
+        ("a.json", b"x", r"ends in '\.json'.*Did you mean '\.jsonl'"),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1, has no field 'text'"),
         ("a.pdf", b"x", r"ends in '\.pdf'"),
         ("missing.txt", None, r"no text file"),
@@ -43,5 +75,7 @@ def test_unusable_files_are_named_in_a_sentence(name, content, sentence, tmp_pat
 
 def test_too_little_text_for_one_block_says_how_much_there_was(tmp_path):
     (tmp_path / "a.txt").write_text(words(10, 4))
+    with pytest.raises(ValueError, match="sequence_length is 1"):
+        PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 1)
     with pytest.raises(ValueError, match="has 5 tokens, too few for one sequence of 8"):
         PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 8)

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import logits, write_source
+from checkpoints import logits, run_python, tiny_tokenizer, write_source
 from tiny import VOCAB, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_drope import DroPECallback, DroPESchedule, DroPETrainer, apply_drope, convert_checkpoint, plan_conversion
-from hf_drope.training import freeze_all_but_position, lora_config, position_parameters, recalibrate
+from hf_drope import (
+    DroPECallback,
+    DroPEParameters,
+    DroPESchedule,
+    DroPETrainer,
+    apply_drope,
+    convert_checkpoint,
+    plan_conversion,
+)
+from hf_drope.training import (
+    PositionGroupsMixin,
+    freeze_all_but_position,
+    lora_config,
+    position_parameters,
+    recalibrate,
+    restore_stage,
+    unwrap,
+)
 
 SCHEDULE = DroPESchedule(warmup=3, transition=3)
 ROWS = [{"input_ids": row, "labels": row} for row in random_ids(24, 12)]
@@ -29,7 +49,7 @@ class Watch(TrainerCallback):
         self.saved: dict[int, torch.Tensor] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        settings = model.config.drope_parameters
+        settings = unwrap(model).config.drope_parameters
         self.steps.append((settings["rope_scale"], settings["gate"]["temperature"]))
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -41,20 +61,21 @@ def model(preset: str = "drope", family: str = "llama") -> Any:
     return apply_drope(tiny_model(family, scale=2.0), preset, rope_scale=1.0)
 
 
+TRAINING: dict[str, Any] = {
+    "max_steps": 9,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 1,
+}
+
+
 def arguments(folder: Path, **overrides: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 9,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 1,
-    }
-    return TrainingArguments(**{**settings, **overrides})
+    return TrainingArguments(output_dir=str(folder), **{**TRAINING, **overrides})
 
 
 def train(folder: Path, trained: Any = None, resume: Any = None, trainer: Any = DroPETrainer, **overrides: Any) -> Any:
@@ -94,21 +115,45 @@ def test_stage_scale_temperature_and_bias_norm_are_logged(trainer, tmp_path):
     assert rows[-1]["drope/bias_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_trackers_ahead_in_the_list_see_the_stage_too(tmp_path):
+@pytest.mark.parametrize("trainer", [Trainer, DroPETrainer])
+def test_trackers_ahead_in_the_list_see_the_stage_too(trainer, tmp_path):
     seen = []
 
     class Tracker(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             seen.append(dict(logs))
 
-    run = DroPETrainer(
+    run = trainer(
         model=model(),
         args=arguments(tmp_path, save_strategy="no"),
         train_dataset=ROWS,
         callbacks=[Tracker(), DroPECallback(SCHEDULE)],
     )
     run.train()
-    assert all("drope/stage" in logs for logs in seen if "loss" in logs)
+    assert [logs["drope/stage"] for logs in seen if "loss" in logs] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert all("drope/bias_norm" in logs for logs in seen if "loss" in logs)
+
+
+def test_supervised_fine_tuning_with_trl_is_staged_logged_and_grouped(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+
+    class StagedSFTTrainer(PositionGroupsMixin, trl.SFTTrainer):
+        pass
+
+    settings = {**TRAINING, "max_steps": 4, "bf16": False, "save_strategy": "no"}
+    run = StagedSFTTrainer(
+        model=model(),
+        args=trl.SFTConfig(output_dir=str(tmp_path), **settings),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in ROWS]),
+        processing_class=tiny_tokenizer(),
+        callbacks=[DroPECallback(DroPESchedule(warmup=2, transition=1))],
+        position_learning_rate=0.5,
+    )
+    run.train()
+    rows = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [row["drope/rope_scale"] for row in rows] == [1.0, 0.5, 0.0, 0.0]
+    assert run.optimizer.param_groups[-1]["initial_lr"] == 0.5
+    assert run.model.config.drope_parameters["rope_scale"] == 0.0
 
 
 def test_every_checkpoint_reloads_to_the_model_that_was_saved(tmp_path):
@@ -136,6 +181,44 @@ def test_resumed_run_equals_the_uninterrupted_one(step, tmp_path):
         assert torch.equal(a, b), name
 
 
+def test_a_run_resumed_with_another_batch_split_goes_through_the_same_stages(tmp_path):
+    """https://github.com/huggingface/transformers/pull/43718"""
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    whole = train(tmp_path / "whole", **split)
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "part/checkpoint-4")
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    resumed = train(tmp_path / "part", resume=True, **split)
+    assert resumed.watch.steps == whole.watch.steps[4:]
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_an_evaluation_sees_the_stage_of_the_checkpoint_of_its_step(tmp_path):
+    run = train(tmp_path, eval_strategy="steps", eval_steps=2)
+    measured = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
+    ids = torch.stack([row["input_ids"] for row in ROWS[:4]])
+    for step in (2, 4, 8):
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}").eval()
+        assert reloaded(input_ids=ids, labels=ids).loss.item() == pytest.approx(measured[step], rel=1e-5)
+
+
+def test_a_run_that_is_stopped_early_does_not_jump_to_the_last_stage(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    run = DroPETrainer(
+        model=model(), args=arguments(tmp_path), train_dataset=ROWS, callbacks=[DroPECallback(SCHEDULE), Stop()]
+    )
+    run.train()
+    assert run.model.config.drope_parameters["rope_scale"] == SCHEDULE.at(2, 9).rope_scale > 0
+
+
+def test_a_model_that_cannot_fade_is_refused_with_its_own_sentence(tmp_path):
+    trained = apply_drope(tiny_model("gpt2"), "simple")
+    with pytest.raises(ValueError, match="position table was removed"):
+        train(tmp_path, trained=trained)
+
+
 def test_steps_are_optimizer_steps_whatever_the_batches(tmp_path):
     """https://github.com/huggingface/transformers/issues/33671: accumulation, epochs and steps agree."""
     by_steps = train(tmp_path / "a", max_steps=8, save_strategy="no")
@@ -146,8 +229,10 @@ def test_steps_are_optimizer_steps_whatever_the_batches(tmp_path):
     assert by_epochs.watch.steps == by_steps.watch.steps
 
 
-def test_best_model_of_an_earlier_stage_gets_its_own_stage_back(tmp_path):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_best_model_of_an_earlier_stage_gets_its_own_stage_back(adapters, tmp_path):
     """https://github.com/huggingface/transformers/issues/29128"""
+    from peft import get_peft_model
 
     class Worse(DroPETrainer):
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -155,9 +240,13 @@ def test_best_model_of_an_earlier_stage_gets_its_own_stage_back(tmp_path):
             self.log(metrics)
             return metrics
 
-    run = train(tmp_path, trainer=Worse, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    trained = model()
+    if adapters:
+        trained = get_peft_model(trained, lora_config(trained, 2))
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    run = train(tmp_path, trained=trained, trainer=Worse, **settings)
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
-    assert run.model.config.drope_parameters["rope_scale"] == SCHEDULE.at(1, 9).rope_scale
+    assert unwrap(run.model).config.drope_parameters["rope_scale"] == SCHEDULE.at(1, 9).rope_scale
     torch.testing.assert_close(logits(run.model, random_ids(1, 9)), run.watch.saved[2], atol=1e-6, rtol=1e-6)
 
 
@@ -197,7 +286,7 @@ def train_gated(folder: Path, trained: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3"])
 def test_adapters_train_save_and_merge_the_bias(family, tmp_path):
     """https://github.com/huggingface/peft/issues/2099"""
     from peft import PeftModel, get_peft_model
@@ -218,20 +307,59 @@ def test_adapters_train_save_and_merge_the_bias(family, tmp_path):
     assert {name for name, _ in position_parameters(merged)} == set(bare)
 
 
-def test_adapter_checkpoints_carry_their_stage(tmp_path):
+def test_adapters_sit_on_attention_and_train_what_the_conversion_added():
     from peft import get_peft_model
 
+    plain = apply_drope(tiny_model("gpt2"), "gated", rope_scale=1.0)
+    adapted = get_peft_model(plain, lora_config(plain, 2))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert {name.split(".")[5] for name in trained} == {"attn"}
+    plain = apply_drope(tiny_model("llama"), "gated", qk_norm="qk")
+    adapted = get_peft_model(plain, lora_config(plain, 2))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert sum("qk_norm" in name for name in trained) == 4
+    assert sum("position_bias" in name for name in trained) == len(list(position_parameters(adapted)))
+
+
+def test_adapter_checkpoints_carry_their_stage(tmp_path):
+    from peft import PeftModel, get_peft_model
+
     plain = model()
-    train(tmp_path, trained=get_peft_model(plain, lora_config(plain, 2)), trainer=AdapterTrainer)
+    run = train(tmp_path, trained=get_peft_model(plain, lora_config(plain, 2)))
     for step in (2, 8):
         settings = json.loads((tmp_path / f"checkpoint-{step}" / "drope_parameters.json").read_text())
         assert settings["rope_scale"] == SCHEDULE.at(step - 1, 9).rope_scale
+        reloaded = PeftModel.from_pretrained(model(), tmp_path / f"checkpoint-{step}").eval()
+        restore_stage(reloaded, tmp_path / f"checkpoint-{step}")
+        torch.testing.assert_close(logits(reloaded, random_ids(1, 9)), run.watch.saved[step], atol=1e-6, rtol=1e-6)
 
 
-class AdapterTrainer(DroPETrainer):
-    def add_callback(self, callback: Any) -> None:
-        if not isinstance(callback, Watch):
-            super().add_callback(callback)
+@pytest.mark.parametrize("gate", ["query", "score"])
+def test_adapters_take_and_merge_the_temperature(gate, tmp_path):
+    from peft import get_peft_model
+
+    settings = DroPEParameters(rope_scale=1.0, position_bias={"type": "log"}, gate={"type": gate})
+    plain = apply_drope(tiny_model("llama"), settings)
+    adapted = get_peft_model(plain, lora_config(plain, 2))
+    train_gated(tmp_path, adapted)
+    expected = logits(adapted.eval(), random_ids(1, 9))
+    merged = adapted.merge_and_unload().eval()
+    assert merged.config.drope_parameters["gate"]["temperature"] == 0.1
+    torch.testing.assert_close(logits(merged, random_ids(1, 9)), expected, atol=1e-4, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(logits(reloaded, random_ids(1, 9)), logits(merged, random_ids(1, 9)))
+
+
+def test_adapters_that_leave_the_bias_out_are_warned_about(tmp_path, caplog):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model("gated"), LoraConfig(r=2, target_modules=["q_proj"]))
+    train_gated(tmp_path, adapted)
+    assert "None of the 6 position parameters is trained" in caplog.text
+    caplog.clear()
+    train_gated(tmp_path, model("gated"))
+    assert "position parameters" not in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +371,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def converted(folder: Path, preset: str = "drope", family: str = "llama") -> Path:
+def converted(folder: Path, preset: str | DroPEParameters = "drope", family: str = "llama") -> Path:
     write_source(folder / "src", family)
     return convert_checkpoint(plan_conversion(folder / "src", preset), folder / "converted", progress=False)
 
@@ -265,7 +393,13 @@ def test_recalibration_resumes_exactly_and_saves_a_loadable_folder(lora_rank, te
     assert summary["tokens"] == 6 * 4 * 16
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert model.config.drope_parameters["rope_scale"] == 0.0
-    for name in ("tokenizer.json", "chat_template.jinja", "special.txt", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "special.txt",
+        "generation_config.json",
+        "drope_conversion.json",
+    ):
         assert (tmp_path / "whole" / name).read_bytes() == (source / name).read_bytes()
     # A run that was killed after its step 4 and left a checkpoint half-written.
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "part/checkpoint-4")
@@ -274,6 +408,115 @@ def test_recalibration_resumes_exactly_and_saves_a_loadable_folder(lora_rank, te
     assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "part")
     assert torch.equal(logits(again, random_ids(1, 9)), logits(model, random_ids(1, 9)))
+
+
+def test_a_run_stopped_between_two_logs_resumes_exactly(text, tmp_path):
+    source = converted(tmp_path)
+    run_recalibrate(source, tmp_path / "whole", text, logging_steps=3)
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "part/checkpoint-4")
+    run_recalibrate(source, tmp_path / "part", text, logging_steps=3, resume=True)
+    assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
+
+
+def test_recalibration_autocasts_to_bf16_on_any_device(text, tmp_path):
+    run_recalibrate(converted(tmp_path), tmp_path / "out", text, max_steps=2, bf16=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused(text, tmp_path):
+    write_source(tmp_path / "src", vocab_size=50)
+    source = convert_checkpoint(plan_conversion(tmp_path / "src"), tmp_path / "converted", progress=False)
+    with pytest.raises(ValueError, match=r"token 96, but the model knows only 50"):
+        run_recalibrate(source, tmp_path / "out", text)
+    assert not (tmp_path / "out").exists()
+
+
+TWO_PROCESSES = """
+import sys
+import torch
+from hf_drope import DroPECallback, DroPETrainer, apply_drope
+from test_training import ROWS, SCHEDULE, arguments, model
+
+torch.set_num_threads(1)
+folder, family, preset = sys.argv[1:]
+settings = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+trainer = DroPETrainer(
+    model=model(preset, family),
+    args=arguments(folder, ddp_find_unused_parameters=False, **settings),
+    train_dataset=ROWS,
+    callbacks=[DroPECallback(SCHEDULE)],
+)
+trainer.train()
+assert trainer.args.world_size == 2
+weights = torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).detach()
+other = [torch.empty_like(weights) for _ in range(2)]
+torch.distributed.all_gather(other, weights)
+assert torch.equal(*other)
+assert [entry["drope/stage"] for entry in trainer.state.log_history if "loss" in entry] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+"""
+
+
+@pytest.mark.parametrize(("family", "preset"), [("llama", "drope"), ("gpt2", "gated")])
+def test_two_processes_train_through_every_stage_without_unused_parameters(family, preset, tmp_path):
+    """https://github.com/pytorch/pytorch/issues/41324"""
+    script = tmp_path / "train.py"
+    script.write_text(TWO_PROCESSES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(script), str(tmp_path / "out"), family, preset]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from transformers import TrainerState
+from hf_drope.training import recalibrate
+
+torch.set_num_threads(1)
+write = TrainerState.save_to_json
+
+def write_or_die(self, path):
+    if self.global_step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, path)
+
+TrainerState.save_to_json = write_or_die
+source, out, text = sys.argv[1:]
+recalibrate(source, out, [text], max_steps=8, sequence_length=16, batch_size=4, save_steps=2, logging_steps=1)
+"""
+
+
+def test_a_run_killed_while_it_saved_resumes_from_the_checkpoint_before(text, tmp_path):
+    source = converted(tmp_path)
+    whole = run_recalibrate(source, tmp_path / "whole", text, max_steps=8)
+    done = run_python(KILLED, source, tmp_path / "part", text, cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert {path.name for path in (tmp_path / "part").iterdir()} == {f"checkpoint-{step}" for step in (2, 4, 6)}
+    resumed = run_recalibrate(source, tmp_path / "part", text, max_steps=8, resume=True)
+    assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
+    assert resumed["last_loss"] == whole["last_loss"]
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_resuming_a_finished_run_changes_nothing(lora_rank, text, tmp_path):
+    source = converted(tmp_path, "gated", "gpt2")
+    settings: dict[str, Any] = {"max_steps": 9, "save_steps": 1, "lora_rank": lora_rank}
+    run_recalibrate(source, tmp_path / "out", text, **settings)
+    before, weights = metrics(tmp_path / "out"), (tmp_path / "out/model.safetensors").read_bytes()
+    run_recalibrate(source, tmp_path / "out", text, resume=True, **settings)
+    assert metrics(tmp_path / "out") == before
+    assert (tmp_path / "out/model.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match=r"max_steps is 12, but .* belongs to a run of 9 steps"):
+        run_recalibrate(source, tmp_path / "out", text, resume=True, **{**settings, "max_steps": 12})
+
+
+def test_recalibration_prints_nothing(text, tmp_path, capsys):
+    run_recalibrate(converted(tmp_path), tmp_path / "out", text, max_steps=2)
+    assert capsys.readouterr().out == ""
 
 
 def test_no_steps_save_and_train_nothing(text, tmp_path):
@@ -300,12 +543,17 @@ def test_wrong_input_is_refused_before_anything_is_written(text, tmp_path):
         ({"source": tmp_path / "src"}, "is not a converted checkpoint"),
         ({"max_steps": -1}, "max_steps is -1"),
         ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"train_only": "gates"}, "train_only is 'gates'"),
+        ({"train_only": "position", "lora_rank": 2}, "adapters would stay untrained"),
         ({"out": tmp_path / "full"}, "is not empty"),
         ({"resume": True}, "no complete checkpoint"),
         ({"schedule": DroPESchedule(warmup=9, transition=9)}, "ask for 18 steps"),
         ({"sequence_length": 10_000}, "too few for one sequence"),
     ]
+    table = converted(tmp_path / "gpt2", DroPEParameters.preset("simple", rope_scale=1.0), "gpt2")
+    cases.append(({"source": table, "sequence_length": 65}, "at most 64, the positions in this model's table"))
     for settings, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
             run_recalibrate(settings.pop("source", source), settings.pop("out", tmp_path / "out"), text, **settings)
