@@ -75,7 +75,8 @@ class DroPECallback(TrainerCallback):
     done, which is the final one unless it was stopped early, or, with `load_best_model_at_end`, in the stage of the
     checkpoint that was loaded. A checkpoint of adapters has its stage in `drope_parameters.json`.
 
-    Each log entry with a training loss gets what `position_logs` returns, for the log history and for every tracker.
+    Each log entry with a training loss gets what `position_logs` returns, in the log history and, with a trainer that has
+    `PositionGroupsMixin`, for every tracker; a plain Trainer lets its trackers read an entry before any user's callback.
 
     Raises:
         ValueError: when training begins, where the stages do not fit into it or the model has no strength to fade.
@@ -91,12 +92,6 @@ class DroPECallback(TrainerCallback):
         _set_stage(model, self.state.rope_scale, self.state.temperature)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        # Trackers come before a user's callbacks and read a log entry before it would be complete. No event is given the
-        # list of callbacks; the handler that calls this one has it.
-        handler = sys._getframe(1).f_locals.get("self")
-        callbacks = getattr(handler, "callbacks", None)
-        if isinstance(callbacks, list) and self in callbacks:
-            callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         trained = [parameter.requires_grad for _, parameter in position_parameters(model)]
         if trained and not any(trained):
             logger.warning(
@@ -176,6 +171,9 @@ class PositionGroupsMixin:
     def __init__(self, *args: Any, position_learning_rate: float | None = None, **kwargs: Any) -> None:
         self.position_learning_rate = position_learning_rate
         super().__init__(*args, **kwargs)
+        # Trackers come first in a Trainer and would read a log entry before it is complete.
+        callbacks: list[Any] = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        callbacks.sort(key=lambda callback: not isinstance(callback, DroPECallback))
 
     def create_optimizer(self, model: Any = None) -> Any:
         trainer: Any = self

@@ -115,15 +115,14 @@ def test_stage_scale_temperature_and_bias_norm_are_logged(trainer, tmp_path):
     assert rows[-1]["drope/bias_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("trainer", [Trainer, DroPETrainer])
-def test_trackers_ahead_in_the_list_see_the_stage_too(trainer, tmp_path):
+def test_trackers_ahead_in_the_list_see_the_stage_too(tmp_path):
     seen = []
 
     class Tracker(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             seen.append(dict(logs))
 
-    run = trainer(
+    run = DroPETrainer(
         model=model(),
         args=arguments(tmp_path, save_strategy="no"),
         train_dataset=ROWS,
@@ -435,36 +434,38 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused(text, tmp_path):
 TWO_PROCESSES = """
 import sys
 import torch
-from hf_drope import DroPECallback, DroPETrainer, apply_drope
+from hf_drope import DroPECallback, DroPETrainer
 from test_training import ROWS, SCHEDULE, arguments, model
 
 torch.set_num_threads(1)
-folder, family, preset = sys.argv[1:]
 settings = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
-trainer = DroPETrainer(
-    model=model(preset, family),
-    args=arguments(folder, ddp_find_unused_parameters=False, **settings),
-    train_dataset=ROWS,
-    callbacks=[DroPECallback(SCHEDULE)],
-)
-trainer.train()
-assert trainer.args.world_size == 2
-weights = torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).detach()
-other = [torch.empty_like(weights) for _ in range(2)]
-torch.distributed.all_gather(other, weights)
-assert torch.equal(*other)
-assert [entry["drope/stage"] for entry in trainer.state.log_history if "loss" in entry] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+for family, preset in (("llama", "drope"), ("gpt2", "gated")):
+    trainer = DroPETrainer(
+        model=model(preset, family),
+        args=arguments(sys.argv[1], ddp_find_unused_parameters=False, **settings),
+        train_dataset=ROWS,
+        callbacks=[DroPECallback(SCHEDULE)],
+    )
+    trainer.train()
+    assert trainer.args.world_size == 2
+    weights = torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).detach()
+    both = [torch.empty_like(weights) for _ in range(2)]
+    torch.distributed.all_gather(both, weights)
+    assert torch.equal(*both)
+    stages = [entry["drope/stage"] for entry in trainer.state.log_history if "loss" in entry]
+    assert stages == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("family", "preset"), [("llama", "drope"), ("gpt2", "gated")])
-def test_two_processes_train_through_every_stage_without_unused_parameters(family, preset, tmp_path):
+def test_two_processes_train_through_every_stage_without_unused_parameters(tmp_path):
     """https://github.com/pytorch/pytorch/issues/41324"""
     script = tmp_path / "train.py"
     script.write_text(TWO_PROCESSES)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [*launch, str(script), str(tmp_path / "out"), family, preset]
+    command = [*launch, str(script), str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
