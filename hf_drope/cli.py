@@ -171,8 +171,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _recalibrate(arguments: argparse.Namespace) -> int:
+    from .recalibrate import recalibrate
     from .schedule import DroPESchedule
-    from .training import recalibrate
 
     _no_bars_in_a_log()
     stages = {

@@ -21,7 +21,7 @@ FLOORS = [
     {"checkpoint", "schedule", "model_card", "text"},
     {"convert"},
     {"calibrate", "training", "evaluate", "report", "export", "verify"},
-    {"demo"},
+    {"demo", "recalibrate"},
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.

@@ -27,12 +27,12 @@ from hf_drope import (
     convert_checkpoint,
     plan_conversion,
 )
+from hf_drope.recalibrate import recalibrate
 from hf_drope.training import (
     PositionGroupsMixin,
     freeze_all_but_position,
     lora_config,
     position_parameters,
-    recalibrate,
     restore_stage,
     unwrap,
 )
@@ -475,7 +475,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from transformers import TrainerState
-from hf_drope.training import recalibrate
+from hf_drope.recalibrate import recalibrate
 
 torch.set_num_threads(1)
 write = TrainerState.save_to_json
@@ -526,6 +526,14 @@ def test_no_steps_save_and_train_nothing(text, tmp_path):
     assert summary["last_loss"] is None
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "out"))
     assert torch.equal(logits(before, random_ids(1, 9)), logits(after, random_ids(1, 9)))
+
+
+def test_rope_fades_by_default_only_where_it_is_still_there(text, tmp_path):
+    for scale, expected in ((1.0, 1.0), (0.0, 0.0)):
+        source = converted(tmp_path / f"{scale}", DroPEParameters.preset("drope", rope_scale=scale))
+        run_recalibrate(source, tmp_path / f"out-{scale}", text, max_steps=4)
+        rows = [json.loads(line) for line in (tmp_path / f"out-{scale}/metrics.jsonl").read_text().splitlines()]
+        assert rows[0]["drope/rope_scale"] == expected
 
 
 def test_a_removed_table_is_not_faded_unless_asked_for(text, tmp_path):
