@@ -258,12 +258,28 @@ def test_backends_may_be_switched_between_those_that_add_the_bias():
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, 0.0])
-def test_no_bias_leaves_every_backend_to_the_stock_code(scale):
+def test_no_bias_leaves_every_backend_to_the_stock_code(scale, monkeypatch):
+    """A function that someone else registered gets what the stock model would hand it, and nothing more."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    arguments = []
+
+    def other_backend(module, query, key, value, attention_mask, **kwargs):
+        arguments.append(set(kwargs))
+        return functions["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(functions._global_mapping, "other_backend", other_backend)
     model = apply_drope(tiny_model("llama"), "nope", rope_scale=scale)
-    model.set_attn_implementation("flex_attention")
-    reference = apply_drope(tiny_model("llama"), "nope", rope_scale=scale)
     ids = random_ids(1, 9)
-    torch.testing.assert_close(logits(model, ids), logits(reference, ids), atol=1e-3, rtol=1e-3)
+    expected = logits(model, ids)
+    model.set_attn_implementation("other_backend")
+    assert torch.equal(logits(model, ids), expected)
+    stock = tiny_model("llama")
+    stock.set_attn_implementation("other_backend")
+    logits(stock, ids)
+    assert len(arguments) == 4
+    assert all(names == arguments[-1] for names in arguments)
+    model.set_attn_implementation("flex_attention")
+    assert model.config._attn_implementation == "flex_attention"
 
 
 def test_reordered_and_upcast_attention_is_refused():
