@@ -7,12 +7,16 @@ shard, and copying byte ranges keeps every tensor as it is, bit for bit.
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
+import math
 import os
-import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +25,31 @@ SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _CHUNK = 16 << 20
 _FICLONE = 0x40049409
+# The format's own bound on a header, which keeps a damaged length from asking for all memory.
+_LARGEST_HEADER = 100_000_000
+_LFS_POINTER = b"version https://git-lfs"
+_ITEM_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+_TORCH_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 Progress = Callable[[int], Any]
 
 
@@ -48,11 +77,13 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and check a safetensors header.
+    """Read a safetensors header and check all that it says against itself and the file's size.
 
     Raises:
-        CheckpointError: not a safetensors file, or shorter than its header says.
+        CheckpointError: not a safetensors file, shorter or longer than its header says, or a tensor whose bytes do not
+            fit its dtype and shape or are another tensor's as well.
     """
+    _refuse_lfs_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -61,6 +92,8 @@ def read_shard(path: Path) -> Shard:
             raise CheckpointError(
                 f"{path.name} is truncated: its header alone needs more than the {size} bytes there are."
             )
+        if length > _LARGEST_HEADER:
+            raise CheckpointError(f"{path.name} is not a safetensors file: a header of {length} bytes is too long.")
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", None) or {}
@@ -68,20 +101,46 @@ def read_shard(path: Path) -> Shard:
                 name: TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
                 for name, entry in header.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            whole = all(type(n) is int for info in tensors.values() for n in (*info.shape, info.start, info.end))
+            named = all(isinstance(info.dtype, str) for info in tensors.values())
+            if not whole or not named or not isinstance(metadata, dict):
+                raise TypeError("dtypes are strings, shapes and offsets whole numbers, metadata is an object")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path.name} is not a safetensors file: its header cannot be read.") from error
-    needed = 8 + length + max((tensor.end for tensor in tensors.values()), default=0)
-    if needed > size:
-        raise CheckpointError(f"{path.name} is truncated: it needs {needed} bytes and has {size}.")
+    position = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        fits = 8 * (info.end - info.start) == _ITEM_BITS.get(info.dtype, -1) * math.prod(info.shape)
+        if info.start != position or info.end < info.start or min(info.shape, default=0) < 0 or not fits:
+            raise CheckpointError(
+                f"{path.name} is damaged: the bytes {info.start} to {info.end} cannot be {name} of dtype {info.dtype} "
+                f"and shape {list(info.shape)}."
+            )
+        position = info.end
+    needed = 8 + length + position
+    if needed != size:
+        what = "truncated" if needed > size else "damaged"
+        raise CheckpointError(f"{path.name} is {what}: it needs {needed} bytes and has {size}.")
     return Shard(path, tensors, metadata, 8 + length)
 
 
+def _refuse_lfs_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path.name} is a Git LFS pointer and not the weights; fetch them with `git lfs pull` first."
+            )
+
+
 class Checkpoint(NamedTuple):
-    """The weights of a folder: file name → tensors. For `.bin` files byte ranges are not known and are 0 to size."""
+    """The weights of a folder: file name → tensors. For `.bin` files byte ranges are not known and are 0 to size.
+
+    `formats` holds what each file's metadata calls its format ("pt", mostly), or None.
+    """
 
     folder: Path
     files: dict[str, dict[str, TensorInfo]]
     is_safetensors: bool
+    formats: dict[str, str | None]
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -89,10 +148,14 @@ class Checkpoint(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; anything else is a CheckpointError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} in {path.parent} is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} in {path.parent} holds no JSON object.")
+    return content
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -106,7 +169,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if (folder / single).is_file():
         names, weight_map = [single], None
     elif (folder / index).is_file():
-        weight_map = read_json(folder / index).get("weight_map", {})
+        weight_map = _read_weight_map(folder / index)
         names = sorted(set(weight_map.values()))
     else:
         raise CheckpointError(
@@ -115,8 +178,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} lacks the shard {name} that {index} names.")
-    read = (lambda path: read_shard(path).tensors) if is_safetensors else _read_bin_tensors
-    files = {name: read(folder / name) for name in names}
+    formats: dict[str, str | None] = dict.fromkeys(names)
+    files = {}
+    for name in names:
+        if is_safetensors:
+            shard = read_shard(folder / name)
+            files[name], formats[name] = shard.tensors, shard.metadata.get("format")
+        else:
+            files[name] = _read_bin_tensors(folder / name)
     if weight_map is not None:
         for tensor, name in weight_map.items():
             if tensor not in files[name]:
@@ -125,13 +194,25 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             for tensor in tensors:
                 if weight_map.get(tensor) != name:
                     raise CheckpointError(f"{name} holds {tensor}, which {index} does not say.")
-    return Checkpoint(folder, files, is_safetensors)
+    return Checkpoint(folder, files, is_safetensors, formats)
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path.name} has no weight_map, so it names no shard.")
+    for name in weight_map.values():
+        # A path would be read, and later written, outside the folder.
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise CheckpointError(f"{path.name} names the shard {name!r}, which is not a plain file name.")
+    return weight_map
 
 
 def load_bin(path: Path, device: str = "cpu") -> dict[str, Any]:
     """The tensors of a `.bin` file, memory-mapped; only plain tensors are unpickled, never code."""
     import torch
 
+    _refuse_lfs_pointer(path)
     try:
         try:
             state = torch.load(path, map_location=device, weights_only=True, mmap=True)
@@ -139,26 +220,30 @@ def load_bin(path: Path, device: str = "cpu") -> dict[str, Any]:
             if "mmap" not in str(error):
                 raise
             state = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path.name} holds more than tensors, so unpickling it could run code; it is refused."
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{path.name} is damaged or not a PyTorch file: {str(error).splitlines()[0]}") from error
+    except OSError:
+        raise
+    except Exception as error:
+        # A damaged pickle may raise anything; only this wording says that it is whole and asks for a foreign class.
+        if "Unsupported global" in str(error) or "Unsupported class" in str(error):
+            raise CheckpointError(
+                f"{path.name} holds more than tensors, so unpickling it could run code; it is refused."
+            ) from error
+        raise CheckpointError(f"{path.name} is damaged or not a PyTorch file.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path.name} holds a {type(state).__name__} and not a dict of tensors.")
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _read_bin_tensors(path: Path) -> dict[str, TensorInfo]:
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32"}
-    return {
-        name: TensorInfo(
-            names.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")),
-            tuple(tensor.shape),
-            0,
-            tensor.numel() * tensor.element_size(),
-        )
-        for name, tensor in load_bin(path, "meta").items()
-    }
+    return {name: _tensor_info(name, tensor) for name, tensor in load_bin(path, "meta").items()}
+
+
+def _tensor_info(name: str, tensor: Any, start: int = 0) -> TensorInfo:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _TORCH_DTYPES:
+        raise CheckpointError(f"{name} has the dtype {dtype}, which safetensors does not store.")
+    end = start + tensor.numel() * tensor.element_size()
+    return TensorInfo(_TORCH_DTYPES[dtype], tuple(tensor.shape), start, end)
 
 
 def copy_file(source: Path, target: Path, progress: Progress | None = None) -> None:
@@ -207,33 +292,48 @@ def _copy_range(source: int, target: int, start: int, count: int, advance: Progr
 def copy_tensors(shard: Shard, names: Iterable[str], target: Path, progress: Progress | None = None) -> None:
     """Write some of a shard's tensors to a new safetensors file, a few megabytes at a time."""
     kept = sorted(names, key=lambda name: shard.tensors[name].start)
-    header: dict[str, Any] = {"__metadata__": {**shard.metadata, "format": "pt"}}
+    placed: dict[str, TensorInfo] = {}
     position = 0
     for name in kept:
         info = shard.tensors[name]
-        size = info.end - info.start
-        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [position, position + size]}
-        position += size
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+        placed[name] = info._replace(start=position, end=position + info.end - info.start)
+        position = placed[name].end
     with shard.path.open("rb") as reading, target.open("wb") as writing:
-        writing.write(struct.pack("<Q", len(encoded)) + encoded)
+        writing.write(_header(placed, shard.metadata))
         writing.flush()
         for name in kept:
             info = shard.tensors[name]
-            start = shard.data_start + info.start
-            _copy_range(
-                reading.fileno(), writing.fileno(), start, info.end - info.start, progress or (lambda count: None)
-            )
+            start, count = shard.data_start + info.start, info.end - info.start
+            _copy_range(reading.fileno(), writing.fileno(), start, count, progress or (lambda count: None))
 
 
-def write_tensors(tensors: dict[str, Any], target: Path) -> None:
-    """Write torch tensors to a new safetensors file; tensors that share storage are written in full, each."""
-    from safetensors.torch import save_file
+def write_tensors(tensors: dict[str, Any], target: Path, progress: Progress | None = None) -> None:
+    """Write torch tensors to a new safetensors file, one at a time; those that share storage are written in full, each."""
+    import torch
 
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target, metadata={"format": "pt"}
-    )
+    # Wide items first keeps every tensor aligned, as the format's own writer does.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    placed: dict[str, TensorInfo] = {}
+    position = 0
+    for name in names:
+        placed[name] = _tensor_info(name, tensors[name], position)
+        position = placed[name].end
+    with target.open("wb") as writing:
+        writing.write(_header(placed, {}))
+        for name in names:
+            data = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            writing.write(data.data)
+            if progress is not None:
+                progress(data.nbytes)
+
+
+def _header(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
+    for name, info in tensors.items():
+        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [info.start, info.end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
@@ -242,10 +342,79 @@ def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> No
 
 
 def parameter_count(tensors: Iterable[TensorInfo]) -> int:
-    total = 0
-    for tensor in tensors:
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        total += count
-    return total
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target`, which becomes `target` if the block ends well and is removed if it does not.
+
+    A folder that was at `target` when the block began is replaced: moved aside, and deleted when the new one stands. One
+    that another process filled in the meantime is left alone.
+
+    Raises:
+        CheckpointError: `target` was filled by someone else in the meantime.
+    """
+    replaces = target.is_dir() and any(target.iterdir())
+    # Renaming a folder takes the current one away from under this process's feet.
+    is_current = target.is_dir() and target.samefile(".")
+    token = uuid.uuid4().hex[:12]
+    work, old = (target.with_name(f".{target.name}.{what}-{token}") for what in ("partial", "old"))
+    work.mkdir()
+    lock = _lock(work)
+    try:
+        yield work
+        if replaces:
+            target.rename(old)
+        try:
+            work.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"{target} was filled by someone else in the meantime; it was left as it is."
+            ) from error
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+    shutil.rmtree(old, ignore_errors=True)
+    if is_current:
+        os.chdir(target)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Clean up after earlier runs of `new_folder` on `target` that were killed, and give back what they had moved aside."""
+    for work in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        lock = _lock(work)
+        if lock is not None:
+            shutil.rmtree(work, ignore_errors=True)
+            os.close(lock)
+    for old in target.parent.glob(f".{glob.escape(target.name)}.old-*"):
+        token = old.name.removeprefix(f".{target.name}.old-")
+        if target.with_name(f".{target.name}.partial-{token}").exists():
+            continue
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock that ends with this process, however it ends; None where another process holds it or locks do not work."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

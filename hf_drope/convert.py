@@ -11,16 +11,21 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint
+from . import __version__, checkpoint
 from .checkpoint import CheckpointError
 from .configuration_drope import (
     SUPPORTED_MODEL_TYPES,
@@ -36,21 +41,27 @@ logger = logging.getLogger(__name__)
 RECORD = "drope_conversion.json"
 _SEED = 0
 _ATTENTION = re.compile(
-    r"^(?P<prefix>(?:.*\.)?(?P<layer>\d+)\.\w+)\.(?:q_proj|qkv_proj|query_key_value|c_attn)\.weight$"
+    r"^(?P<prefix>(?:.*\.)?(?P<layer>\d+)\.(?!crossattention\b)\w+)\.(?:q_proj|qkv_proj|query_key_value|c_attn)\.weight$"
 )
 _DROPPED = (
-    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|embed_positions)$"), "rotary buffer"),
+    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq)$|\.attn\.embed_positions$"), "rotary buffer"),
     (re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$"), "causal mask buffer"),
 )
 _LEARNED_TABLE = re.compile(r"(^|\.)wpe\.weight$")
-_QUANTISED = re.compile(r"\.(absmax|quant_map|quant_state\.\S+|qweight|qzeros|g_idx|SCB|weight_scale|weight_packed)$")
+_NO_QK_NORM = ("gptj", "gpt2")
+# Keys that only quantised weights have, and the methods that write them.
+_QUANTISED = {
+    "bitsandbytes": re.compile(r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\S+|SCB)$"),
+    "GPTQ or AWQ": re.compile(r"\.(qweight|qzeros|g_idx)$"),
+    "compressed-tensors or FP8": re.compile(r"\.(weight_scale|weight_scale_inv|weight_packed)$"),
+}
 _OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 _TRAINING_LEFTOVERS = re.compile(
     r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^rng_state.*\.pth$|^trainer_state\.json$"
 )
 _WEIGHTS = re.compile(
     r"^(model|pytorch_model)(\..*)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?$"
-    r"|\.(h5|msgpack|onnx|gguf|pth|ot)$|^consolidated.*|^tf_model.*|^flax_model.*"
+    r"|\.(h5|msgpack|onnx|onnx_data|gguf|pth|ot)$|^consolidated.*|^tf_model.*|^flax_model.*|(^|/)openvino_.*\.(bin|xml)$"
 )
 _LEFT_OUT_FOLDERS = {".git": "version control", ".cache": "download cache", "original": "weights in another format"}
 
@@ -88,7 +99,7 @@ class ConversionPlan:
     def bytes(self) -> int:
         """Bytes to write, the copied files included."""
         files = sum((self.source / name).stat().st_size for name in self.copied)
-        return files + sum(shard.bytes for shard in self.shards) + 4 * sum(map(_numel, self.added.values()))
+        return files + sum(shard.bytes for shard in self.shards) + 4 * sum(map(math.prod, self.added.values()))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -119,18 +130,11 @@ class ConversionPlan:
         for reason, count in Counter(self.dropped.values()).items():
             lines.append(f"  dropped: {count} × {reason}")
         if self.added:
-            numbers = sum(map(_numel, self.added.values()))
+            numbers = sum(map(math.prod, self.added.values()))
             lines.append(f"  added: {len(self.added)} position tensors, {numbers} numbers, in {self.extra_shard}")
         lines.append(f"  {len(self.copied)} other files unchanged, {len(TRAVELLING_FILES)} code files, {RECORD}")
         lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
         return "\n".join(lines)
-
-
-def _numel(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _first(config: dict[str, Any], *names: str) -> Any:
@@ -164,16 +168,18 @@ def plan_conversion(
     source, config = read_source(src)
     _refuse_model(config)
     weights = checkpoint.read_checkpoint(source)
-    quantised = next((name for name in weights.tensors if _QUANTISED.search(name)), None)
+    quantised = _quantised_key(weights.tensors)
     if quantised is not None:
         raise ConversionError(
             f"{source.name} holds quantised weights ({quantised}); convert the unquantised checkpoint."
         )
     attentions = _attention_prefixes(config, weights.tensors)
     settings.check_layers(len(attentions))
+    _refuse_settings(config, settings, weights.tensors)
 
     dropped = {name: reason for name in weights.tensors if (reason := _why_dropped(name, settings))}
-    if not weights.is_safetensors and config.get("tie_word_embeddings", True):
+    # Where the config does not say, GPT-2 is the one supported type that ties by default.
+    if not weights.is_safetensors and config.get("tie_word_embeddings", config["model_type"] == "gpt2"):
         tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
         dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
     added = _new_tensors(config, settings, attentions)
@@ -204,17 +210,45 @@ def _refuse_model(config: dict[str, Any]) -> None:
         raise ConversionError(
             f"model_type {model_type!r} is not supported for conversion; supported are {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
-        method = quantization.get("quant_method", "an unnamed method")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = method or "an unnamed method"
         raise ConversionError(f"This checkpoint is quantised ({method}); convert the unquantised checkpoint.")
+
+
+def _refuse_settings(config: dict[str, Any], settings: DroPEParameters, tensors: dict[str, Any]) -> None:
+    """Settings that the converted model would refuse when it is loaded, which is too late."""
+    model_type = config["model_type"]
+    if settings.rope_layers is not None and any(map(_LEARNED_TABLE.search, tensors)):
+        raise ConversionError(
+            f"rope_layers is {settings.rope_layers}, but {model_type} has a learned position table, which is added once "
+            "before all layers; set rope_layers to null."
+        )
+    if settings.qk_norm is not None and model_type in _NO_QK_NORM:
+        raise ConversionError(
+            f"qk_norm is {settings.qk_norm!r}, but {model_type} never holds its queries and keys together; set it to null."
+        )
+    if settings.position_bias is not None and config.get("reorder_and_upcast_attn"):
+        raise ConversionError(
+            "reorder_and_upcast_attn is true in config.json, which bypasses a position bias; set it to false there first."
+        )
+
+
+def _quantised_key(tensors: dict[str, Any]) -> str | None:
+    """A key that gives quantised weights away, and the method it speaks of."""
+    for method, pattern in _QUANTISED.items():
+        for name in tensors:
+            if pattern.search(name):
+                return f"{method}: {name}"
+    return None
 
 
 def _attention_prefixes(config: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
     """The key prefix of each layer's attention module, in the order of the layers."""
     found = {int(match["layer"]): match["prefix"] for name in tensors if (match := _ATTENTION.match(name))}
     layers = _first(config, "num_hidden_layers", "n_layer")
-    if sorted(found) != list(range(layers or -1)):
+    if not found or sorted(found) != list(range(layers if isinstance(layers, int) else 0)):
         raise ConversionError(
             f"config.json speaks of {layers} layers, but the weights hold attention for {len(found)}."
         )
@@ -247,6 +281,11 @@ def _new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: 
     heads = _first(config, "num_attention_heads", "n_head")
     groups = config.get("num_key_value_heads") or heads
     hidden = _first(config, "hidden_size", "n_embd")
+    if not all(isinstance(size, int) and size > 0 for size in (heads, groups, hidden)):
+        raise ConversionError(
+            f"config.json gives {heads} heads, {groups} key/value heads and hidden size {hidden}; "
+            "a position bias needs all three as whole numbers."
+        )
     head_dim = config.get("head_dim") or hidden // heads
     tensors: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
@@ -276,7 +315,8 @@ def _plan_shards(
         target = f"model-{number:05d}-of-{total:05d}.safetensors" if numbered and total > 1 else name
         if total == 1:
             target = checkpoint.SAFE_WEIGHTS
-        whole = weights.is_safetensors and len(kept) == len(weights.files[name])
+        # Transformers refuses, and older readers crash on, a file whose metadata does not give this format.
+        whole = weights.formats[name] == "pt" and len(kept) == len(weights.files[name])
         infos = weights.files[name]
         size = (weights.folder / name).stat().st_size if whole else sum(infos[t].end - infos[t].start for t in kept)
         plans.append(ShardPlan(name, target, None if whole else kept, size))
@@ -294,6 +334,9 @@ def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[
             for name in [name for name in folders if name in _LEFT_OUT_FOLDERS or name.startswith("checkpoint-")]:
                 left_out[name + "/"] = _LEFT_OUT_FOLDERS.get(name, "training checkpoint")
                 folders.remove(name)
+        left_out.update(
+            {f"{inside / name}/": "link to a folder" for name in folders if Path(folder, name).is_symlink()}
+        )
         for name in sorted(names):
             relative = str(inside / name)
             if (name == "config.json" and inside == Path(".")) or relative in weights:
@@ -304,6 +347,8 @@ def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[
                 left_out[relative] = "weights in another file or format"
             elif relative in TRAVELLING_FILES or relative == RECORD:
                 left_out[relative] = "written anew"
+            elif not Path(folder, name).is_file():
+                left_out[relative] = "broken link or not a regular file"
             else:
                 copied.append(relative)
     return tuple(sorted(copied)), left_out
@@ -341,46 +386,48 @@ def convert_checkpoint(
     Raises:
         ConversionError: the target is refused, or there is not enough space; nothing was written.
     """
-    target = Path(os.path.abspath(dst))
-    _refuse_target(plan.source, target, overwrite)
+    target = Path(dst).resolve()
+    _refuse_overlap(plan.source, target)
+    checkpoint.remove_leftovers(target)
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
     free = shutil.disk_usage(target.parent).free
     if plan.bytes > free:
         raise ConversionError(f"{target.parent} has {free} bytes free, and this conversion needs {plan.bytes}.")
-    work = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    work.mkdir()
-    try:
+    with _termination_raises(), checkpoint.new_folder(target) as work:
         _write(plan, work, progress)
-        if target.exists():
-            old = target.with_name(f".{target.name}.old-{os.getpid()}")
-            target.rename(old)
-            work.rename(target)
-            shutil.rmtree(old)
-        else:
-            work.rename(target)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    for reason, count in Counter(plan.dropped.values()).items():
+        logger.info("%d × %s left out of %s", count, reason, target.name)
     return target
 
 
-def _refuse_target(source: Path, target: Path, overwrite: bool) -> None:
-    source, real = source.resolve(), target.resolve()
-    if real == source or source in real.parents or real in source.parents:
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM ends the block with SystemExit, so that it cleans up; a handler of the program's own stays in charge."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _refuse_overlap(source: Path, target: Path) -> None:
+    source = source.resolve()
+    same = target.exists() and target.samefile(source)
+    if same or target == source or source in target.parents or target in source.parents:
         raise ConversionError(f"The target {target} and the source {source} overlap; choose a folder of its own.")
     if target.exists() and not target.is_dir():
         raise ConversionError(f"The target {target} is a file; choose a folder.")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Hidden folders of earlier runs that were killed."""
-    for folder in target.parent.glob(f".{target.name}.partial-*"):
-        number = folder.name.rpartition("-")[2]
-        if not (number.isdigit() and Path(f"/proc/{number}").exists()):
-            shutil.rmtree(folder, ignore_errors=True)
+    if target.is_mount():
+        raise ConversionError(f"The target {target} is a mount point, which cannot be replaced; choose a folder in it.")
 
 
 def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
@@ -393,7 +440,7 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
             if plan.is_safetensors:
                 header = checkpoint.read_shard(plan.source / shard.source)
                 names = shard.kept if shard.kept is not None else tuple(header.tensors)
-                if shard.kept is None and "format" in header.metadata:
+                if shard.kept is None:
                     checkpoint.copy_file(header.path, work / shard.target, bar.update)
                 else:
                     checkpoint.copy_tensors(header, names, work / shard.target, bar.update)
@@ -401,15 +448,14 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
             else:
                 state = checkpoint.load_bin(plan.source / shard.source)
                 names = shard.kept or ()
-                checkpoint.write_tensors({name: state[name] for name in names}, work / shard.target)
+                checkpoint.write_tensors({name: state[name] for name in names}, work / shard.target, bar.update)
                 total += shard.bytes
-                bar.update(shard.bytes)
             weight_map.update(dict.fromkeys(names, shard.target))
         if plan.extra_shard is not None:
             _, config = read_source(plan.source)
             weights = checkpoint.read_checkpoint(plan.source)
             new = _new_tensors(config, plan.parameters, _attention_prefixes(config, weights.tensors))
-            checkpoint.write_tensors(new, work / plan.extra_shard)
+            checkpoint.write_tensors(new, work / plan.extra_shard, bar.update)
             weight_map.update(dict.fromkeys(new, plan.extra_shard))
             total += sum(tensor.numel() * 4 for tensor in new.values())
         if len(set(weight_map.values())) > 1:
@@ -438,7 +484,8 @@ def _record(plan: ConversionPlan) -> dict[str, Any]:
         "left_out": plan.left_out,
         "seed": _SEED,
         "versions": {
-            name: importlib.metadata.version(name) for name in ("hf-drope", "transformers", "torch", "safetensors")
+            "hf-drope": __version__,
+            **{name: importlib.metadata.version(name) for name in ("transformers", "torch", "safetensors")},
         },
     }
 
@@ -472,7 +519,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "parameters": checkpoint.parameter_count(weights.tensors.values()),
         "dtypes": dict(Counter(info.dtype for info in weights.tensors.values())),
         "files": {name: len(tensors) for name, tensors in weights.files.items()},
-        "quantised": bool(config.get("quantization_config")) or any(map(_QUANTISED.search, weights.tensors)),
+        "quantised": bool(config.get("quantization_config")) or _quantised_key(weights.tensors) is not None,
         "drope_parameters": config.get("drope_parameters"),
         "conversion_would_drop": dict(dropped),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -15,8 +16,8 @@ import torch
 from checkpoints import edit_json, logits, write_source
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, random_ids
-from transformers import AutoModelForCausalLM
+from tiny import FAMILIES, random_ids, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drope import (
     DroPEParameters,
@@ -26,7 +27,7 @@ from hf_drope import (
     plan_conversion,
     verify_checkpoint,
 )
-from hf_drope.configuration_drope import TRAVELLING_FILES
+from hf_drope.configuration_drope import PRESETS, TRAVELLING_FILES
 
 
 def convert(source: Path, target: Path, preset: str = "nope", **overrides) -> Path:
@@ -224,6 +225,16 @@ def test_padded_vocabulary_stays(tmp_path):
                 "original_max_position_embeddings": 16,
             },
         },
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
     ],
 )
 def test_old_and_new_rope_settings_mean_what_they_meant(style, tmp_path):
@@ -412,3 +423,319 @@ def test_per_layer_settings_have_to_fit_the_model(tmp_path):
     for settings in ({"rope_layers": [2]}, {"window": [4]}):
         with pytest.raises(ValueError, match="layer"):
             plan_conversion(tmp_path / "src", "nope", overrides=settings)
+
+
+def write_bin(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("said", [True, False])
+def test_a_head_that_shares_storage_is_left_out_only_where_the_model_ties_it(family, said, tmp_path):
+    """https://github.com/huggingface/transformers/pull/43429: a config without the flag means the type's own default."""
+    source = write_source(tmp_path / "src", family)
+    head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
+    head.weight = embedding.weight
+    write_bin(tmp_path / "src", source.state_dict())
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    ties = config.pop("tie_word_embeddings")
+    if said:
+        config["tie_word_embeddings"] = ties = True
+    (tmp_path / "src/config.json").write_text(json.dumps(config))
+    plan = plan_conversion(tmp_path / "src", "nope", overrides={"rope_scale": 1.0})
+    assert ("output head tied to the embedding" in plan.dropped.values()) is ties
+    convert_checkpoint(plan, tmp_path / "dst")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(model.get_output_embeddings().weight, head.weight)
+
+
+@pytest.mark.parametrize(("family", "preset"), [("llama", "nope"), ("gpt2", "drope"), ("gpt_neox", "simple")])
+def test_a_checkpoint_of_the_bare_model_converts_too(family, preset, tmp_path):
+    """Its keys have no `model.` or `transformer.` in front."""
+    source = tiny_model(family, "Model")
+    source.save_pretrained(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", preset)
+    report = verify_checkpoint(tmp_path / "dst", tmp_path / "src", length=16, progress=False)
+    assert report.passed, report.describe()
+    _, info = AutoModel.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+REFUSED = {("gpt2", "rope_layers"), ("gpt2", "qk_norm"), ("gptj", "qk_norm")}
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        *((preset, {}) for preset in PRESETS),
+        ("gated", {"qk_norm": "q"}),
+        ("gated", {"qk_norm": "k"}),
+        ("nope", {"qk_norm": "qk"}),
+        ("nope", {"rope_layers": [1]}),
+        ("nope", {"window": [4, None]}),
+        ("nope", {"attention_scale": {"factor": 1.1}}),
+        ("drope", {"gate": {"type": "query"}, "share": "layer"}),
+        ("nope", {"position_bias": {"type": "low_rank", "share": "kv_group"}}),
+    ],
+)
+def test_settings_are_refused_when_planned_or_load_in_full(preset, settings, tmp_path):
+    """New parameters are exactly those that the model has: same names, same shapes, fp32 in a bf16 model."""
+    for family in FAMILIES:
+        src, dst = tmp_path / family, tmp_path / f"{family}-out"
+        write_source(src, family)
+        if any((family, name) in REFUSED for name in settings):
+            with pytest.raises(ValueError, match=next(iter(settings))):
+                plan_conversion(src, preset, overrides=settings)
+            continue
+        plan = plan_conversion(src, preset, overrides=settings)
+        convert_checkpoint(plan, dst)
+        model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True, dtype=torch.bfloat16)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            assert not info[problem], family
+        positions = [parameter for name, parameter in model.named_parameters() if ".position_bias." in name]
+        assert all(parameter.dtype == torch.float32 for parameter in positions), family
+
+
+def test_a_new_table_arrives_in_the_model_as_it_was_written(tmp_path):
+    write_source(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", "simple", max_distance=8)
+    written = load_file(tmp_path / "dst/model-00002-of-00002.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", dtype=torch.bfloat16)
+    loaded = {name: p for name, p in model.named_parameters() if name in written}
+    assert set(loaded) == set(written)
+    for name, table in loaded.items():
+        assert table.dtype == torch.float32
+        assert torch.equal(table, written[name])
+        assert 0.05 < table.abs().max() <= 0.1
+    first, second = written.values()
+    assert not torch.equal(first, second), "every layer draws its own"
+
+
+def test_cross_attention_gets_no_position_bias(tmp_path):
+    write_source(tmp_path / "src", "gpt2", add_cross_attention=True)
+    added = plan_conversion(tmp_path / "src", "drope").added
+    assert added
+    assert not any("crossattention" in name for name in added)
+
+
+def test_the_same_plan_writes_the_same_bytes(tmp_path):
+    write_source(tmp_path / "src")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    convert(tmp_path / "src", tmp_path / "one", "simple")
+    assert torch.equal(before, torch.get_rng_state()), "the caller's random numbers are untouched"
+    torch.manual_seed(2)
+    convert(tmp_path / "src", tmp_path / "two", "simple")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+    assert json.loads((tmp_path / "one/drope_conversion.json").read_text())["source"] == "src"
+    assert str(tmp_path) not in (tmp_path / "one/drope_conversion.json").read_text()
+
+
+def test_a_plain_conversion_needs_no_torch(tmp_path):
+    write_source(tmp_path / "src")
+    code = (
+        "import sys\nfrom hf_drope import convert_checkpoint, plan_conversion\n"
+        "convert_checkpoint(plan_conversion(sys.argv[1]), sys.argv[2])\nsys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "src"), str(tmp_path / "dst")]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert (tmp_path / "dst/config.json").is_file()
+
+
+def test_tokenizer_class_is_copied_and_not_rewritten(tmp_path):
+    """https://github.com/unslothai/unsloth/issues/8444"""
+    write_source(tmp_path / "src")
+    edit_json(tmp_path / "src/tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    convert(tmp_path / "src", tmp_path / "dst")
+    after = (tmp_path / "dst/tokenizer_config.json").read_bytes()
+    assert after == (tmp_path / "src/tokenizer_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_the_config_says_as_much_about_dtype_as_before(key, tmp_path):
+    """https://github.com/huggingface/transformers/issues/40513"""
+    write_source(tmp_path / "src")
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "src/config.json").write_text(json.dumps({**config, **({key: "bfloat16"} if key else {})}))
+    convert(tmp_path / "src", tmp_path / "dst")
+    after = json.loads((tmp_path / "dst/config.json").read_text())
+    assert {name: after[name] for name in ("dtype", "torch_dtype") if name in after} == (
+        {key: "bfloat16"} if key else {}
+    )
+
+
+def test_files_that_have_no_place_in_a_checkpoint_are_left_out_and_named(tmp_path):
+    source = tmp_path / "src"
+    write_source(source)
+    kept = ["README.md", "images/a.png", "onnx/notes.txt", "1_Pooling/config.json", "modeling_other.py"]
+    gone = ["optimizer.pt", "rng_state_0.pth", "trainer_state.json", "training_args.bin", "pytorch_model.bin"]
+    gone += ["tf_model.h5", "flax_model.msgpack", "m.gguf", "consolidated.00.pth", "original/params.json"]
+    gone += ["onnx/model.onnx", "onnx/model.onnx_data", "openvino_model.bin", ".git/HEAD", "checkpoint-5/config.json"]
+    for name in (*kept, *gone):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    (source / "broken").symlink_to("nowhere")
+    (source / "linked").symlink_to(tmp_path)
+    os.mkfifo(source / "pipe")
+    plan = plan_conversion(source)
+    convert_checkpoint(plan, tmp_path / "dst")
+    assert all((tmp_path / "dst" / name).read_text() == name for name in kept)
+    names = {str(path.relative_to(tmp_path / "dst")) for path in (tmp_path / "dst").rglob("*")}
+    for name in (*gone, "broken", "linked", "pipe"):
+        assert name not in names
+        assert any(name == left or name == left.rstrip("/") or name.startswith(left) for left in plan.left_out), name
+        top = name.split("/")[0]
+        assert top in plan.describe()
+
+
+def test_metadata_of_another_framework_does_not_stop_the_result_from_loading(tmp_path):
+    write_source(tmp_path / "src")
+    path = tmp_path / "src/model.safetensors"
+    save_file(load_file(path), path, metadata={"format": "np", "note": "kept"})
+    plan = plan_conversion(tmp_path / "src")
+    assert "rewritten" in plan.describe()
+    convert_checkpoint(plan, tmp_path / "dst")
+    assert checkpoint.read_shard(tmp_path / "dst/model.safetensors").metadata == {"format": "pt", "note": "kept"}
+    assert verify_checkpoint(tmp_path / "dst", tmp_path / "src", length=8, progress=False).checks[0].passed
+
+
+@pytest.mark.parametrize(
+    ("suffix", "method"),
+    [("absmax", "bitsandbytes"), ("qzeros", "GPTQ or AWQ"), ("weight_scale", "compressed-tensors or FP8")],
+)
+def test_quantised_keys_name_their_method(suffix, method, tmp_path):
+    """https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946"""
+    write_source(tmp_path / "src")
+    state = load_file(tmp_path / "src/model.safetensors")
+    key = f"model.layers.0.self_attn.q_proj.{suffix}"
+    save_file({**state, key: torch.ones(2)}, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{method}: {key}"):
+        plan_conversion(tmp_path / "src")
+    assert inspect_checkpoint(tmp_path / "src")["quantised"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"quantization_config": "awq"}, r"quantised \(awq\)"),
+        ("llama", {"num_attention_heads": None}, "None heads"),
+        ("llama", {"num_hidden_layers": None}, "None layers"),
+        ("llama", {"model_type": None}, "None is not supported"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "bypasses a position bias"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_in_one_sentence(family, changes, message, tmp_path):
+    write_source(tmp_path / "src", family)
+    edit_json(tmp_path / "src/config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        plan_conversion(tmp_path / "src", "drope")
+
+
+def test_overwriting_through_a_link_replaces_what_it_leads_to(tmp_path):
+    write_source(tmp_path / "src")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    convert_checkpoint(plan_conversion(tmp_path / "src"), tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere/config.json").is_file()
+    assert not (tmp_path / "elsewhere/mine.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "link", "src"]
+
+
+@pytest.mark.parametrize("name", [".", "smol-v1.5.drope", "a b", "deep/er/"])
+def test_any_folder_name_will_do(name, tmp_path, monkeypatch):
+    """https://github.com/huggingface/transformers/issues/29101"""
+    write_source(tmp_path / "src")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(tmp_path / "src", name)
+    assert AutoModelForCausalLM.from_pretrained(name).config.model_type == "llama_drope"
+    assert not list(tmp_path.glob(".*"))
+
+
+TERMINATED = """
+import os, signal, sys
+from hf_drope import checkpoint, convert
+
+checkpoint.copy_file = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)
+convert.convert_checkpoint(convert.plan_conversion(sys.argv[1]), sys.argv[2], progress=False)
+"""
+
+
+def test_a_terminated_conversion_cleans_up(tmp_path):
+    write_source(tmp_path / "src")
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "src"), str(tmp_path / "dst")]
+    assert subprocess.run(command, check=False).returncode == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_the_programs_own_handler_of_termination_stays(tmp_path):
+    write_source(tmp_path / "src")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        convert(tmp_path / "src", tmp_path / "dst")
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+LIMITED = """
+import resource, sys
+from hf_drope.cli import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+sys.exit(main(["convert", *sys.argv[1:]]))
+"""
+
+
+def test_a_limit_on_file_size_is_one_sentence_and_leaves_nothing(tmp_path):
+    """https://github.com/JustVugg/colibri/pull/1026, as `ulimit -f` or a full disk would stop it."""
+    write_source(tmp_path / "src")
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "src"), str(tmp_path / "dst")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+KILLED_IN_BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+from hf_drope import convert
+
+rename, left = Path.rename, [int(sys.argv[3])]
+
+def killed_before(self, target):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, target)
+
+Path.rename = killed_before
+convert.convert_checkpoint(convert.plan_conversion(sys.argv[1]), sys.argv[2], overwrite=True, progress=False)
+"""
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_killed_overwrite_loses_nothing_that_was_there(rename, tmp_path):
+    write_source(tmp_path / "src")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst/mine.txt").write_text("mine")
+    command = [sys.executable, "-c", KILLED_IN_BETWEEN, str(tmp_path / "src"), str(tmp_path / "dst"), str(rename)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "dst/config.json").exists(), "no half target"
+    with pytest.raises(ValueError, match="is not empty"):
+        convert(tmp_path / "src", tmp_path / "dst")
+    assert (tmp_path / "dst/mine.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+    convert_checkpoint(plan_conversion(tmp_path / "src"), tmp_path / "dst", overwrite=True)
+    assert (tmp_path / "dst/config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
