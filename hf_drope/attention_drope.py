@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from .position_bias import Fp32Module, LowRankBias, PositionBias, offsets, unfold_rows
+from .disentangled_bias import DisentangledBias, RotaryPairs
+from .fp32_module import Fp32Module
+from .position_bias import LowRankBias, PositionBias, offsets, unfold_rows
 
 BIAS_BACKENDS = ("eager", "sdpa")
 _ROTATION = "apply_rotary_pos_emb"
@@ -132,6 +134,38 @@ def rotates_queries_and_keys_together(attention: type) -> bool:
     return stock is not None and list(inspect.signature(stock).parameters)[:3] == ["q", "k", "cos"]
 
 
+def rotary_pairs(rotary: nn.Module, config: Any, attention: type) -> RotaryPairs:
+    """Which channels the source's rotation turns and how fast, read off its own rotary module and rotation function.
+
+    Raises:
+        ValueError: the rotation pairs its channels in a way that is not known here.
+    """
+    stock = innermost(attention.forward).__globals__[_ROTATION]  # type: ignore[attr-defined]
+    names = list(inspect.signature(stock).parameters)
+    if "cos" not in names or "sin" not in names:
+        raise ValueError(f"{attention.__name__} rotates without cos and sin, which a disentangled bias cannot take apart.")
+    # A fresh one: the model's own is on the meta device while a checkpoint loads, or may have been cast.
+    with torch.device("cpu"):
+        fresh = type(rotary)(config)
+        angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))
+        if hasattr(fresh, "inv_freq"):
+            frequencies = getattr(fresh, "original_inv_freq", fresh.inv_freq).double().tolist()
+        else:
+            cos, sin = angles if names.index("cos") < names.index("sin") else angles[::-1]
+            frequencies = torch.atan2(sin.double(), cos.double()).flatten().tolist()
+        width = 2 * len(frequencies)
+        probe = torch.zeros(1, 1, 1, width)
+        probe[..., 0] = 1.0
+        states = min(names.index("cos"), names.index("sin"))
+        turned = stock(*[probe] * states, *angles)
+        turned = (turned[0] if states > 1 else turned).flatten()
+    partner = int(turned[1:].abs().argmax()) + 1
+    if partner not in (1, width // 2):
+        raise ValueError(f"{attention.__name__} pairs channel 0 with channel {partner}, which is not known here.")
+    amplitude = float(getattr(fresh, "attention_scaling", 1.0))
+    return RotaryPairs(tuple(frequencies), partner == 1 and width > 2, amplitude)
+
+
 _attention_classes: dict[type, type] = {}
 
 
@@ -176,6 +210,8 @@ def drope_attention_class(stock: Any, rotary: bool) -> type:
         "__module__": __name__,
         "__doc__": stock.__doc__,
         "needs_position": property(_needs_position),
+        # Calibration looks at un-rotated queries and keys here.
+        "observe": None,
     }
     _attention_classes[stock] = type(f"DroPE{stock.__name__}", (stock,), namespace)
     return _attention_classes[stock]
@@ -237,6 +273,8 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """Scores (batch, heads, queries, keys) plus the module's position bias, by way of the stock attention function."""
+    if module.observe is not None:
+        module.observe(module, query, key, attention_mask, drope_position, kwargs.get("scaling"))
     if not module.needs_position:
         return stock(module, query, key, value, attention_mask, **kwargs)
     if drope_position is None:
@@ -255,7 +293,13 @@ def _attend(
     position_bias = module.position_bias
     if position_bias is None:
         return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if isinstance(position_bias.bias, LowRankBias) and not position_bias.reads_scores:
+    if isinstance(position_bias.bias, DisentangledBias):
+        if not position_bias.bias.is_dense and not position_bias.reads_scores:
+            factor = position_bias.factor(None, drope_position.hidden_states)
+            wide_query, wide_key = position_bias.bias(query, key, offset, factor)
+            call = functools.partial(stock, module, attention_mask=attention_mask, scaling=scaling, **kwargs)
+            return _attend_wider(call, wide_query, wide_key, value)
+    elif isinstance(position_bias.bias, LowRankBias) and not position_bias.reads_scores:
         call = functools.partial(stock, module, attention_mask=attention_mask, scaling=1.0, **kwargs)
         return _attend_low_rank(call, position_bias, query * scaling, key, value, offset, drope_position.hidden_states)
     return _attend_in_blocks(
@@ -279,11 +323,13 @@ def _attend_low_rank(
     factor = position_bias.factor(None, hidden_states)
     u = (u if factor is None else u * factor).expand(batch, heads, queries, -1)
     v = bias.key_factors(torch.arange(key.shape[2], device=key.device)).to(key.dtype)
-    output, weights = call(
-        query=torch.cat([query, u.to(query.dtype)], dim=-1),
-        key=torch.cat([key, v.expand(batch, key.shape[1], -1, -1)], dim=-1),
-        value=nn.functional.pad(value, (0, v.shape[-1])),
-    )
+    wide_query = torch.cat([query, u.to(query.dtype)], dim=-1)
+    return _attend_wider(call, wide_query, torch.cat([key, v.expand(batch, key.shape[1], -1, -1)], dim=-1), value)
+
+
+def _attend_wider(call: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """Attention with queries and keys wider than values: fused kernels want one width, so values get zeros."""
+    output, weights = call(query=query, key=key, value=nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1])))
     return output[..., : value.shape[-1]], weights
 
 
@@ -304,9 +350,10 @@ def _attend_in_blocks(
     queries, keys = query.shape[2], key.shape[2]
     position_bias = module.position_bias
     causal = attention_mask is None and implementation != "eager" and _is_causal(module, kwargs)
-    # One row of values over all Δ serves every block.
     row_offsets = offsets(queries, keys, offset, query.device)
-    row = position_bias.bias.values(row_offsets)
+    disentangled = isinstance(position_bias.bias, DisentangledBias)
+    # One row of values over all Δ serves every block; a disentangled bias depends on queries and keys.
+    row = query.new_empty(0) if disentangled else position_bias.bias.values(row_offsets)
     block = queries if implementation == "eager" else QUERY_BLOCK
     # Fused kernels want the mask in the dtype of the queries; eager adds it to the scores, which it then promotes.
     dtype = torch.float32 if implementation == "eager" else query.dtype
@@ -316,17 +363,25 @@ def _attend_in_blocks(
         first = queries - start - count
         part = slice(first, first + count + width - 1)
         hidden = position.hidden_states[:, start : start + count]
-        scores = _scores(query, key, scaling) if position_bias.reads_scores else None
+        if disentangled:
+            scores = position_bias.bias.content_scores(query, key, offset + start) * scaling
+            bias = position_bias.bias.scores(query, key, offset + start) * scaling
+            query, key = position_bias.bias.content(query, key, offset + start)
+            value = nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        else:
+            scores = _scores(query, key, scaling) if position_bias.reads_scores else None
+            bias = unfold_rows(row[:, part], count, width)[None]
         factor = position_bias.factor(scores, hidden)
-        bias = unfold_rows(row[:, part], count, width)[None]
         bias = bias if factor is None else factor * bias
         if attention_mask is not None:
             bias = _mask_bias(bias, attention_mask[:, :, start : start + count, :width], dtype)
         elif causal:
             bias = _hide(bias.to(dtype), unfold_rows(row_offsets[part] > 0, count, width))
         bias = bias.to(dtype).expand(query.shape[0], query.shape[1], count, width)
-        return stock(module, query, key, value, bias, scaling=scaling, **kwargs)
+        output, weights = stock(module, query, key, value, bias, scaling=scaling, **kwargs)
+        return output[..., :value_width], weights
 
+    value_width = value.shape[-1]
     if queries <= block:
         return attend(0, query, key, value, row)
     outputs = []

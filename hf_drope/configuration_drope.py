@@ -24,7 +24,9 @@ TRAVELLING_FILES = (
     "modeling_drope.py",
     "attention_drope.py",
     "position_bias.py",
+    "disentangled_bias.py",
     "rotary_drope.py",
+    "fp32_module.py",
 )
 _SUFFIX = "_drope"
 _PREFIX = "DroPE"
@@ -72,6 +74,18 @@ def _number(default: float, least: float = float("-inf")) -> _Setting:
 
 
 _SHARE = _choice("head", "head", "kv_group", "layer")
+_TERMS = ("p2p", "c2p", "p2c")
+
+
+def _is_terms(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(set(map(str, value))) == len(value) and set(value) <= set(_TERMS)
+
+
+def _even_rank(default: int | None) -> _Setting:
+    allowed = "an even whole number of at least 2" if default else "null or an even whole number of at least 2"
+    return _Setting(
+        default, lambda v: (v is None and not default) or (_is_int(v) and v >= 2 and v % 2 == 0), allowed
+    )
 
 BIAS_SETTINGS: dict[str, dict[str, _Setting]] = {
     "table": {
@@ -89,10 +103,30 @@ BIAS_SETTINGS: dict[str, dict[str, _Setting]] = {
     },
     "linear": {"learned": _flag(False), "bidirectional": _flag(False), "share": _SHARE},
     "low_rank": {
-        "rank": _Setting(16, lambda v: _is_int(v) and v >= 2 and v % 2 == 0, "an even whole number of at least 2"),
+        "rank": _even_rank(16),
         "max_distance": _count(2048, 2),
         "share": _SHARE,
     },
+    "disentangled": {
+        "terms": _Setting(list(_TERMS), _is_terms, f"a list of some of {', '.join(map(repr, _TERMS))}"),
+        "rank": _even_rank(None),
+        "content": _choice("mean_rotation", "mean_rotation", "identity"),
+        "terms_scale": _Setting(1.0, lambda v: _is_number(v) and 0.0 <= v <= 1.0, "a number from 0.0 to 1.0"),
+        "position_scaling": _Setting(None, lambda v: v is None or isinstance(v, dict), "null or a dict with a 'type'"),
+        "share": _SHARE,
+    },
+}
+_STRETCH: dict[str, _Setting] = {"factor": _Setting(2.0, lambda v: _is_number(v) and v >= 1, "a number of at least 1")}
+POSITION_SCALINGS: dict[str, dict[str, _Setting]] = {
+    "linear": _STRETCH,
+    "ntk": _STRETCH,
+    "yarn": {
+        **_STRETCH,
+        "original_max_position_embeddings": _count(8192),
+        "beta_fast": _number(32.0, 0.0),
+        "beta_slow": _number(1.0, 0.0),
+    },
+    "clip": {"max_distance": _count(8192)},
 }
 GATE_SETTINGS: dict[str, dict[str, _Setting]] = {
     "head": {"exponential": _flag(True)},
@@ -108,6 +142,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "t5": {"position_bias": {"type": "table", "num_buckets": 32, "max_distance": 128}},
     "alibi": {"position_bias": {"type": "linear"}},
     "kerple": {"position_bias": {"type": "log", "init": "kerple"}},
+    "disentangled": {"position_bias": {"type": "disentangled"}},
 }
 
 
@@ -148,7 +183,9 @@ class DroPEParameters:
         rope_fade: what lies between the two: `"angle"` (θ·scale), `"blend"` (1 + scale·(R − 1)) or `"frequency"`
             (rotary pairs dropped one after another, the slowest first).
         rope_layers: indices of layers that keep RoPE whatever `rope_scale` is, or None.
-        position_bias: None, or a dict with `type` "table", "log", "linear" or "low_rank" and that type's settings.
+        position_bias: None, or a dict with `type` "table", "log", "linear", "low_rank" or "disentangled" and that type's
+            settings. With "disentangled", `rope_scale` is the strength of RoPE on the content term alone: at 1.0 the model
+            is its source, and at 0.0 the position terms stay.
         gate: None, or a dict with `type` "head", "query" or "score" and that type's settings; needs a bias to gate.
         attention_scale: None, `{"factor": β}`, or `{"coefficient": c, "original_max_position_embeddings": L}` for
             β_i = 1 + c·ln(max(1, (i + 1) / L)), with i + 1 counted as the number of keys that query i may see.
@@ -186,6 +223,13 @@ class DroPEParameters:
             # Half of a side's buckets hold one distance each and the rest are logarithmic up to `max_distance`.
             if buckets is not None and bias["max_distance"] <= buckets // (4 if bias["bidirectional"] else 2):
                 raise _refuse("position_bias.max_distance", bias["max_distance"], f"larger for {buckets} buckets")
+            if bias.get("position_scaling") is not None:
+                scaling = _complete("position_bias.position_scaling", bias["position_scaling"], POSITION_SCALINGS)
+                if scaling["type"] == "yarn" and scaling["beta_fast"] <= scaling["beta_slow"]:
+                    raise _refuse("position_scaling.beta_fast", scaling["beta_fast"], "larger than beta_slow")
+                bias["position_scaling"] = scaling
+            if "terms" in bias:
+                bias["terms"] = [term for term in _TERMS if term in bias["terms"]]
             object.__setattr__(self, "position_bias", bias)
         if self.gate is not None:
             object.__setattr__(self, "gate", _complete("gate", self.gate, GATE_SETTINGS))

@@ -57,7 +57,7 @@ _QUANTISED = {
 }
 _OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 _TRAINING_LEFTOVERS = re.compile(
-    r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^rng_state.*\.pth$|^trainer_state\.json$"
+    r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^position_prediction\.safetensors$|^rng_state.*\.pth$|^trainer_state\.json$"
 )
 _WEIGHTS = re.compile(
     r"^(model|pytorch_model)(\..*)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?$"
@@ -276,7 +276,7 @@ def _new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: 
         return {}
     import torch
 
-    from .position_bias import build_position_bias
+    from .position_bias import RotaryPairs, build_position_bias
 
     heads = _first(config, "num_attention_heads", "n_head")
     groups = config.get("num_key_value_heads") or heads
@@ -287,17 +287,39 @@ def _new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: 
             "a position bias needs all three as whole numbers."
         )
     head_dim = config.get("head_dim") or hidden // heads
+    # Here for their number alone: a model makes the frequencies anew when it is loaded.
+    rotary = RotaryPairs((1.0,) * (_rotated_channels(config, head_dim) // 2))
     tensors: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        for prefix in attentions:
-            bias = build_position_bias(settings, num_heads=heads, num_key_value_heads=groups, hidden_size=hidden)
+        for index, prefix in enumerate(attentions):
+            bias = build_position_bias(
+                settings,
+                num_heads=heads,
+                num_key_value_heads=groups,
+                hidden_size=hidden,
+                head_dim=head_dim,
+                rotary=rotary if rotary.frequencies else None,
+                keeps_rope=index in (settings.rope_layers or ()),
+            )
             if bias is not None:
                 tensors.update({f"{prefix}.position_bias.{name}": value for name, value in bias.state_dict().items()})
             for which, size in (("q", heads * head_dim), ("k", groups * head_dim)):
                 if which in (settings.qk_norm or ""):
                     tensors[f"{prefix}.qk_norm.{which}_norm.weight"] = torch.ones(size)
     return tensors
+
+
+def _rotated_channels(config: dict[str, Any], head_dim: int) -> int:
+    """Channels of a head that the source rotates: all, the first few (GPT-NeoX, GPT-J), or none (a learned table)."""
+    if config["model_type"] == "gpt2":
+        return 0
+    if config["model_type"] == "gptj":
+        # The config class's own default, and what null means there: all channels of the model, refused when it is loaded.
+        return config.get("rotary_dim", 64) or head_dim
+    share = _first(config.get("rope_parameters") or {}, "partial_rotary_factor")
+    share = share or _first(config, "partial_rotary_factor", "rotary_pct")
+    return int(head_dim * (share or (0.25 if config["model_type"] == "gpt_neox" else 1.0)))
 
 
 def _plan_shards(

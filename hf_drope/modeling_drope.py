@@ -24,6 +24,7 @@ from .attention_drope import (
     drope_attention_class,
     is_attention,
     refuse_backend,
+    rotary_pairs,
     rotates_queries_and_keys_together,
 )
 from .configuration_drope import (
@@ -33,7 +34,9 @@ from .configuration_drope import (
     drope_config_class,
     stock_class_name,
 )
-from .position_bias import Fp32Module, PositionBias, build_position_bias
+from .disentangled_bias import RotaryPairs
+from .fp32_module import Fp32Module
+from .position_bias import PositionBias, build_position_bias
 from .rotary_drope import FadingRotaryEmbedding, RopeScale, fade_embedding
 
 _ROTARY = "rotary_emb"
@@ -95,6 +98,22 @@ class DroPEMixin:
                 module.set_temperature(float(temperature))
         self._write(settings)
 
+    def set_terms_scale(self, terms_scale: float) -> None:
+        """Set the strength of a disentangled bias's position terms, 1 to 0 (no position at all); stored in the config.
+
+        Raises:
+            ValueError: the model's bias is not a disentangled one.
+        """
+        settings = DroPEParameters.from_dict(self.config.drope_parameters)
+        if "terms_scale" not in (settings.position_bias or {}):
+            raise ValueError("This model has no disentangled bias; convert its source with the preset 'disentangled'.")
+        settings = settings.replace(terms_scale=terms_scale)
+        for module in self.modules():  # type: ignore[attr-defined]
+            # The model itself has a method of this name, its adapters' copies of a bias have no other mark.
+            if hasattr(type(module), "content_scores"):
+                module.set_terms_scale(float(terms_scale))
+        self._write(settings)
+
     def position_biases(self) -> Iterator[PositionBias]:
         """The `position_bias` module of each layer that has one."""
         for module in self.modules():  # type: ignore[attr-defined]
@@ -148,7 +167,10 @@ def _install_position_encoding(model: Any, settings: DroPEParameters) -> bool:
     rotary = hasattr(base, _ROTARY)
     if rotary and not isinstance(base.rotary_emb, RopeScale):
         keeps = settings.rope_layers is not None
-        base.rotary_emb = FadingRotaryEmbedding(base.rotary_emb, settings.rope_fade, settings.rope_scale, keeps)
+        deferred = (settings.position_bias or {}).get("type") == "disentangled"
+        base.rotary_emb = FadingRotaryEmbedding(
+            base.rotary_emb, settings.rope_fade, settings.rope_scale, keeps, deferred
+        )
     elif not rotary and not isinstance(base.wpe, RopeScale):
         if settings.rope_layers is not None:
             raise ValueError("rope_layers needs rotary positions; a learned table is added once, before all layers.")
@@ -164,8 +186,16 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
     module.__class__ = drope_attention_class(stock, rotary)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
     module.position_bias = build_position_bias(
-        settings, num_heads=heads, num_key_value_heads=groups, hidden_size=config.hidden_size
+        settings,
+        num_heads=heads,
+        num_key_value_heads=groups,
+        hidden_size=config.hidden_size,
+        head_dim=head_dim,
+        rotary=_rotary_pairs(model, stock) if rotary else None,
+        keeps_rope=module.keeps_rope,
     )
     module.qk_norm = None
     if settings.qk_norm is not None:
@@ -173,11 +203,16 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
             raise ValueError(
                 f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together."
             )
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim)
-    module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
     module.attention_scale = check_scale(settings.attention_scale)
     module.window = settings.window[index] if isinstance(settings.window, list | tuple) else settings.window
+
+
+def _rotary_pairs(model: Any, attention: type) -> RotaryPairs | None:
+    rotary = model.base_model.rotary_emb
+    if rotary.deferred and rotary.pairs is None:
+        rotary.pairs = rotary_pairs(rotary.rotary, model.config, attention)
+    return rotary.pairs
 
 
 def _mark_dropped_table(model: Any) -> None:
@@ -234,7 +269,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
 
     Args:
         model: a stock Transformers model.
-        parameters: a preset ("nope", "simple", "gated", "drope", "t5", "alibi", "kerple") or settings.
+        parameters: a preset ("nope", "simple", "gated", "drope", "t5", "alibi", "kerple", "disentangled") or settings.
         overrides: single settings, such as `rope_scale=1.0` or `max_distance=1024`.
 
     Returns:

@@ -14,42 +14,15 @@ Distances are whole numbers and all position arithmetic is fp32, whatever the sc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+from .disentangled_bias import DisentangledBias, RotaryPairs
+from .fp32_module import Fp32Module, fill, fp32_parameter
+
 _SMALLEST_SLOPE = 1e-2
-
-
-class Fp32Module(nn.Module):
-    """Keeps its parameters in fp32 when the model around it is cast to half precision."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if tensor.is_floating_point() and moved.dtype in _LOW_PRECISION:
-                # Cast the original, not the result: its low bits are gone.
-                moved = tensor.to(device=moved.device, dtype=torch.float32)
-            return moved
-
-        return super()._apply(keep_precision, recurse)
-
-    def reset_parameters(self) -> None:
-        """Fill parameters and buffers with their initial values; nothing to do for a module that has none."""
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, values: list[float]) -> None:
-    # Transformers marks what came from a checkpoint, and guards torch's own init functions the same way.
-    if not getattr(tensor, "_is_hf_initialized", False):
-        tensor.copy_(torch.tensor(values, dtype=torch.float32))
 
 
 class RelativeBias(Fp32Module):
@@ -146,7 +119,7 @@ class TableBias(RelativeBias):
             raise ValueError(f"max_distance is {max_distance}; it has to be at least 1.")
         self.max_distance, self.num_buckets = max_distance, num_buckets
         self.init_range, self.bidirectional = init_range, bidirectional
-        self.weight = _parameter(2 * max_distance - 1 if num_buckets is None else num_buckets, self.num_groups)
+        self.weight = fp32_parameter(2 * max_distance - 1 if num_buckets is None else num_buckets, self.num_groups)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -191,8 +164,8 @@ class LogBias(RelativeBias):
     ) -> None:
         super().__init__(num_heads, num_groups)
         self.sign, self.init = sign, init
-        self.gamma = _parameter(1 + bidirectional, self.num_groups)
-        self.a = _parameter(1 + bidirectional, self.num_groups)
+        self.gamma = fp32_parameter(1 + bidirectional, self.num_groups)
+        self.a = fp32_parameter(1 + bidirectional, self.num_groups)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -234,13 +207,13 @@ class LinearBias(RelativeBias):
         self.learned = learned
         sides = 1 + bidirectional
         if learned:
-            self.slopes = _parameter(sides, self.num_groups)
+            self.slopes = fp32_parameter(sides, self.num_groups)
         else:
             self.register_buffer("slopes", torch.empty(sides, self.num_groups, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        _fill(self.slopes, alibi_slopes(self.num_groups))
+        fill(self.slopes, alibi_slopes(self.num_groups))
 
     def group_values(self, offset: Tensor) -> Tensor:
         return _by_side(offset, -self.slopes.float()[..., None] * offset.abs().float())
@@ -267,8 +240,8 @@ class LowRankBias(RelativeBias):
         if rank < 2 or rank % 2:
             raise ValueError(f"rank is {rank}; it has to be even and at least 2.")
         self.rank, self.max_distance = rank, max_distance
-        self.alpha = _parameter(self.num_groups, rank // 2)
-        self.beta = _parameter(self.num_groups, rank // 2)
+        self.alpha = fp32_parameter(self.num_groups, rank // 2)
+        self.beta = fp32_parameter(self.num_groups, rank // 2)
         # Saved with the weights: a fit may choose other frequencies than the log-spaced ones.
         self.register_buffer("frequencies", torch.empty(rank // 2, dtype=torch.float32))
         self.reset_parameters()
@@ -277,7 +250,7 @@ class LowRankBias(RelativeBias):
         nn.init.zeros_(self.alpha)
         nn.init.zeros_(self.beta)
         steps = max(self.rank // 2 - 1, 1)
-        _fill(self.frequencies, [self.max_distance ** (-index / steps) for index in range(self.rank // 2)])
+        fill(self.frequencies, [self.max_distance ** (-index / steps) for index in range(self.rank // 2)])
 
     def _angles(self, position: Tensor) -> Tensor:
         return position.float()[:, None] * self.frequencies.float()
@@ -318,8 +291,8 @@ class HeadGate(Gate):
     def __init__(self, num_heads: int, exponential: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.g = _parameter(num_heads)
-        self.t = _parameter(num_heads) if exponential else None
+        self.g = fp32_parameter(num_heads)
+        self.t = fp32_parameter(num_heads) if exponential else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -368,8 +341,8 @@ class QueryGate(TemperatureGate):
 
     def __init__(self, hidden_size: int, num_heads: int, temperature: float = 1.0) -> None:
         super().__init__(temperature)
-        self.weight = _parameter(num_heads, hidden_size)
-        self.bias = _parameter(num_heads)
+        self.weight = fp32_parameter(num_heads, hidden_size)
+        self.bias = fp32_parameter(num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -404,7 +377,7 @@ class ScoreGate(TemperatureGate):
 class PositionBias(nn.Module):
     """A bias and, optionally, its gate: what a converted attention module holds as `position_bias`."""
 
-    def __init__(self, bias: RelativeBias, gate: Gate | None = None) -> None:
+    def __init__(self, bias: RelativeBias | DisentangledBias, gate: Gate | None = None) -> None:
         super().__init__()
         self.bias = bias
         self.gate = gate
@@ -418,6 +391,8 @@ class PositionBias(nn.Module):
 
     def forward(self, scores: Tensor, query_offset: int | Tensor = 0, hidden_states: Tensor | None = None) -> Tensor:
         """Scores (batch, heads, queries, keys) with the gated bias added; `query_offset` as in `RelativeBias.forward`."""
+        if isinstance(self.bias, DisentangledBias):
+            raise ValueError("A disentangled bias needs queries and keys, not scores: call its `bias` with them.")
         bias = toeplitz(self.bias, scores.shape[-2], scores.shape[-1], query_offset, scores.device)
         factor = self.factor(scores, hidden_states)
         return (scores.float() + (bias if factor is None else factor * bias)).to(scores.dtype)
@@ -432,15 +407,42 @@ _BIASES: dict[str, type[RelativeBias]] = {
 
 
 def build_position_bias(
-    parameters: Any, *, num_heads: int, num_key_value_heads: int, hidden_size: int
+    parameters: Any,
+    *,
+    num_heads: int,
+    num_key_value_heads: int,
+    hidden_size: int,
+    head_dim: int | None = None,
+    rotary: RotaryPairs | None = None,
+    keeps_rope: bool = False,
 ) -> PositionBias | None:
-    """The bias and gate that `parameters` (`DroPEParameters`) ask for, initialised; None where they ask for none."""
+    """The bias and gate that `parameters` (`DroPEParameters`) ask for, initialised; None where they ask for none.
+
+    Args:
+        head_dim, rotary: channels a head and how the source rotates them; None where its positions are a learned table.
+        keeps_rope: the layer is one of `rope_layers`; a disentangled bias, which is RoPE taken apart, has no place there.
+
+    Raises:
+        ValueError: a disentangled bias is asked for and there is no rotation to take apart.
+    """
     if parameters.position_bias is None:
         return None
     settings = dict(parameters.position_bias)
-    kind, share = settings.pop("type"), settings.pop("share")
-    groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[share]
-    bias = _BIASES[kind](num_heads, num_groups=groups, **settings)
+    kind = settings.pop("type")
+    bias: RelativeBias | DisentangledBias
+    if kind == "disentangled":
+        if rotary is None or head_dim is None:
+            raise ValueError(
+                "position_bias.type 'disentangled' takes RoPE apart and this model has none; use 'table', 'log', 'linear' "
+                "or 'low_rank'."
+            )
+        if keeps_rope:
+            return None
+        settings |= {"rope_scale": parameters.rope_scale, "rope_fade": parameters.rope_fade}
+        bias = DisentangledBias(num_heads, num_key_value_heads, head_dim, rotary, **settings)
+    else:
+        groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[settings.pop("share")]
+        bias = _BIASES[kind](num_heads, num_groups=groups, **settings)
     gate: Gate | None = None
     if parameters.gate is not None:
         settings = dict(parameters.gate)

@@ -56,22 +56,27 @@ class FadingRotaryEmbedding(RopeScale):
         fade: "angle", "blend" or "frequency".
         rope_scale: 1.0 to 0.0.
         keeps_layers: some layers keep RoPE: the result is then `(*faded, *unfaded)` and each attention takes its half.
+        deferred: the attention layers rotate by themselves, after the cache (a disentangled bias): nothing is rotated here.
     """
 
-    def __init__(self, rotary: nn.Module, fade: str, rope_scale: float, keeps_layers: bool = False) -> None:
+    def __init__(
+        self, rotary: nn.Module, fade: str, rope_scale: float, keeps_layers: bool = False, deferred: bool = False
+    ) -> None:
         super().__init__()
         self.rotary = rotary
-        self.fade, self.keeps_layers = fade, keeps_layers
+        self.fade, self.keeps_layers, self.deferred = fade, keeps_layers, deferred
+        # How a deferred rotation turns, once the attention layers have asked.
+        self.pairs: Any = None
         self._init_scale(rope_scale)
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         stock: Any = None
-        if self.keeps_layers or self.state == "stock":
+        if self.keeps_layers or (self.state == "stock" and not self.deferred):
             stock = self.rotary(hidden_states, position_ids, *args, **kwargs)
-        if self.state == "stock":
-            faded: Any = stock
-        elif self.state == "dropped":
-            faded = (None, None)
+        if self.state == "dropped" or self.deferred:
+            faded: Any = (None, None)
+        elif self.state == "stock":
+            faded = stock
         else:
             faded = getattr(self, f"_fade_{self.fade}")(hidden_states, position_ids, *args, **kwargs)
         return (*faded, *stock) if self.keeps_layers else faded

@@ -1,0 +1,467 @@
+"""Distillation: the converted model learns from what its source predicts for the same text, beside the text itself.
+
+`Distillation` says how, `DistillationMixin` does it in any Trainer of a causal language model. The source is a second
+model, a folder of its predictions (`TopKLogits`), or the model in training itself (`as_source`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from .attention_drope import is_attention
+from .checkpoint import new_folder, remove_leftovers
+
+# Tokens whose probabilities over the whole vocabulary are in memory at once, in fp32.
+CHUNK = 512
+_IGNORED = -100
+# A logarithm of zero that can be multiplied by zero.
+_LOWEST = -1e30
+_ADDED = ("position_bias", "qk_norm", "attention_scale", "window")
+_NOT_FOR_TEACHER = ("labels", "shift_labels", "num_items_in_batch")
+_FILES = {
+    "values": ("float16", ("count", "length", "top_k")),
+    "indices": ("int32", ("count", "length", "top_k")),
+    "rest": ("float32", ("count", "length")),
+    "keys": ("uint64", ("count",)),
+}
+_SETTINGS = "top_k_logits.json"
+
+
+class TopK(NamedTuple):
+    """A teacher's predictions cut to its k likeliest tokens: `values` (..., k) log-probabilities, `indices` (..., k)
+    token ids, `rest` (...) the logsumexp of all others, which rounding cannot lose as it would a difference of sums.
+    """
+
+    values: Tensor
+    indices: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """loss = (1 - weight) · ordinary loss + weight · T² · KL(teacher ‖ student) + hidden_weight · E.
+
+    Args:
+        teacher: "self" for the model in training with its adapters off and its source's position encoding on, without a
+            second copy; a model, which is frozen; or a `TopKLogits`.
+        temperature: T, divides the logits of both.
+        weight: 0.0 (ordinary loss) to 1.0 (teacher alone).
+        top_k: compare the teacher's k likeliest tokens and the sum of all others, which at T = 1 bounds the full
+            divergence from below; T divides the logarithms of the k probabilities and of that sum. Default: the whole
+            vocabulary, or what the `TopKLogits` has.
+        hidden_weight: weight of E, the mean over layers of the squared error of the attention modules' outputs divided
+            by the teacher's mean square, over the tokens of the batch that count; not with a `TopKLogits`.
+
+    Raises:
+        ValueError: one sentence with the value and what is allowed.
+    """
+
+    teacher: Any = "self"
+    temperature: float = 1.0
+    weight: float = 0.5
+    top_k: int | None = None
+    hidden_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        stored = isinstance(self.teacher, TopKLogits)
+        if not isinstance(self.teacher, nn.Module | TopKLogits) and self.teacher != "self":
+            shown = repr(self.teacher) if isinstance(self.teacher, str) else f"of type {type(self.teacher).__name__}"
+            raise ValueError(f"teacher is {shown}; it has to be 'self', a Transformers model or a TopKLogits.")
+        limits: tuple[tuple[str, float, float, Any, str], ...] = (
+            ("temperature", math.ulp(0.0), sys.float_info.max, int | float, "a number above 0"),
+            ("weight", 0.0, 1.0, int | float, "a number from 0.0 to 1.0"),
+            ("hidden_weight", 0.0, sys.float_info.max, int | float, "a number of at least 0"),
+            ("top_k", 1, math.inf, int, "a whole number of at least 1, or None"),
+        )
+        for name, least, most, kind, allowed in limits:
+            value = getattr(self, name)
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if (name != "top_k" or value is not None) and not (is_number and least <= value <= most):
+                raise ValueError(f"{name} is {value!r}; it has to be {allowed}.")
+        if stored and self.top_k not in (None, self.teacher.top_k):
+            raise ValueError(f"top_k is {self.top_k}; it has to be None or {self.teacher.top_k}, as in the TopKLogits.")
+        if stored and self.hidden_weight:
+            raise ValueError(f"hidden_weight is {self.hidden_weight!r}; it has to be 0 with a TopKLogits as teacher.")
+
+
+@contextmanager
+def as_source(model: Any) -> Iterator[None]:
+    """Within the block a converted model, bare or wrapped, computes what its source did; after it all is as before.
+
+    The position encoding has its full strength; biases, norms, scales and windows from the conversion are off, and
+    so are the adapters of a `PeftModel`. `config.drope_parameters` stays as it is.
+
+    Raises:
+        ValueError: not a converted model, its position table was removed, or its adapters cannot be turned off.
+    """
+    modules = list(model.modules())
+    # By name and attribute: a model loaded with `trust_remote_code` comes from another copy of the code.
+    encodings = [module for module in modules if hasattr(type(module), "_init_scale")]
+    attentions = [module for module in modules if hasattr(type(module), "needs_position")]
+    if not encodings or not attentions:
+        raise ValueError(f"{type(model).__name__} is not a converted model; convert it with apply_drope first.")
+    if any(type(module).__name__ == "RemovedPositionEmbedding" for module in encodings):
+        raise ValueError("This model's position table was removed; give a copy of the source as the teacher.")
+    if any(getattr(module, "merged", False) is True for module in modules):
+        raise ValueError("This model's adapters are merged into its weights; unmerge them first.")
+    # Not by set_rope_scale, which writes into a buffer that a backward pass may still need.
+    changes: list[tuple[nn.Module, str, Any]] = [(module, "state", "stock") for module in encodings]
+    changes += [(module, "deferred", False) for module in encodings if hasattr(module, "deferred")]
+    changes += [(m, name, None) for m in attentions for name in _ADDED if getattr(m, name) is not None]
+    with ExitStack() as stack:
+        # PEFT trains whatever it turns on again, frozen before or not.
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        for module in modules:
+            if hasattr(type(module), "disable_adapter"):
+                stack.enter_context(module.disable_adapter())
+        if any(getattr(module, "disable_adapters", True) is False for module in modules):
+            raise ValueError(f"{type(model).__name__} has adapters inside; give the PeftModel around it.")
+        for module, name, value in changes:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def top_k_logits(logits: Tensor, k: int) -> TopK:
+    """(..., vocabulary) logits → the k largest a token, largest first, in fp32."""
+    parts = []
+    for chunk in logits.flatten(0, -2).split(CHUNK):
+        log_probs = chunk.float().log_softmax(-1)
+        values, indices = log_probs.topk(k)
+        parts.append((values, indices, _rest(log_probs, indices)))
+    return TopK(*(torch.cat(part).unflatten(0, logits.shape[:-1]) for part in zip(*parts, strict=True)))
+
+
+def _rest(logits: Tensor, indices: Tensor) -> Tensor:
+    return logits.scatter(-1, indices, _LOWEST).logsumexp(-1)
+
+
+def distillation_loss(
+    student_logits: Tensor,
+    teacher: Tensor | TopK,
+    labels: Tensor,
+    temperature: float = 1.0,
+    num_items_in_batch: Tensor | int | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """KL(teacher ‖ student) in nats a token, averaged over tokens whose next label is not -100, without the factor T².
+
+    Args:
+        student_logits: (batch, length, vocabulary).
+        teacher: logits or log-probabilities of that shape, or a `TopK` with (batch, length) in front.
+        labels: (batch, length), shifted here.
+        temperature: divides the logits of both.
+        num_items_in_batch: tokens to divide by, of all batches that are accumulated; default those of this batch.
+        chunk: tokens computed at once, in the forward pass and again in the backward pass.
+
+    Raises:
+        ValueError: teacher and student differ in vocabulary.
+    """
+    targets = _shifted(labels)
+    total = _divergence(student_logits, teacher, targets, temperature, chunk)
+    return total / (_count(targets) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    return nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+def _count(targets: Tensor) -> Tensor:
+    return (targets != _IGNORED).sum().clamp(min=1)
+
+
+def _divergence(student: Tensor, teacher: Tensor | TopK, targets: Tensor, temperature: float, chunk: int) -> Tensor:
+    """The sum of KL(teacher ‖ student) over all tokens with a target."""
+
+    def part(counts: Tensor, logits: Tensor, expected: Tensor, *top: Tensor) -> Tensor:
+        logits, expected = logits.float(), expected.float()
+        if top:
+            logits = torch.cat([logits.gather(-1, top[0]), _rest(logits, top[0])[:, None]], dim=-1)
+            expected = torch.cat([expected, top[1][:, None]], dim=-1)
+        ours, theirs = ((x / temperature).log_softmax(-1).clamp(min=_LOWEST) for x in (logits, expected))
+        return torch.where(counts, (theirs.exp() * (theirs - ours)).sum(-1), 0.0).sum()
+
+    given = (teacher,) if isinstance(teacher, Tensor) else tuple(teacher)
+    if len(given) == 1:
+        _check_vocabulary(student.shape[-1], given[0].shape[-1])
+    rows = [x.to(student.device).flatten(0, targets.dim() - 1) for x in (targets != _IGNORED, student, *given)]
+    # By split and not by slices, each of which would have a gradient of the size of the whole.
+    sums = [
+        checkpoint(part, *pieces, use_reentrant=False, preserve_rng_state=False)
+        for pieces in zip(*(row.split(chunk) for row in rows), strict=True)
+    ]
+    return torch.stack(sums).sum()
+
+
+def _check_vocabulary(student: int, teacher: int) -> None:
+    if student != teacher:
+        raise ValueError(
+            f"The student's vocabulary is {student} and the teacher's {teacher}; they have to be the same."
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back."""
+    with ExitStack() as stack, torch.no_grad():
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        yield
+
+
+@contextmanager
+def _attention_outputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
+    """A list that fills with each attention module's output, (batch, length, hidden size), when the model runs."""
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as stack:
+        for module in model.modules() if wanted else ():
+            if is_attention(module):
+                stack.callback(module.register_forward_hook(keep).remove)
+        yield outputs
+
+
+def _hidden_error(student: list[Tensor], teacher: list[Tensor], targets: Tensor) -> Tensor:
+    """The sum over all tokens with a target of their squared error, relative to the teacher's mean square."""
+    errors = []
+    for ours, theirs in zip(student, teacher, strict=True):
+        counts, theirs = (targets != _IGNORED).to(ours.device), theirs.to(ours.device).float()
+        squares, error = (torch.where(counts, x.square().mean(-1), 0.0).sum() for x in (theirs, ours.float() - theirs))
+        mean = (squares / counts.sum().clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
+        errors.append((error / mean).to(targets.device))
+    return torch.stack(errors).mean()
+
+
+class DistillationMixin:
+    """Adds distillation to a Trainer, for example `class MyTrainer(DistillationMixin, DroPETrainer)`.
+
+    `loss` in the log is the whole loss, `distill/kl` the mean divergence a token since the last log, without T².
+    Evaluation has the ordinary loss.
+
+    Args:
+        distill: default none.
+
+    Raises:
+        ValueError: at construction, where teacher and student do not fit, or "self" would train its own teacher.
+    """
+
+    def __init__(self, *args: Any, distill: Distillation | None = None, **kwargs: Any) -> None:
+        self.distill = distill
+        # Divergence and number of tokens since the last log.
+        self._tally: Tensor | None = None
+        super().__init__(*args, **kwargs)
+        if distill is not None:
+            trainer: Any = self
+            if trainer.args.n_gpu > 1:
+                raise ValueError("Distillation cannot run on several GPUs from one process; start it with torchrun.")
+            _check_pair(trainer.model, distill)
+            if isinstance(distill.teacher, nn.Module):
+                distill.teacher.requires_grad_(False).eval()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        ordinary: Any = super().compute_loss  # type: ignore[misc]
+        if self.distill is None or not model.training:
+            return ordinary(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        trainer, distill = self, self.distill  # type: Any, Distillation
+        # Before the Trainer takes them out for label smoothing.
+        targets = inputs["shift_labels"] if "shift_labels" in inputs else _shifted(inputs["labels"])
+        # The teacher first, so that `as_source` changes nothing under a live graph.
+        expected, theirs = self._teach(model, inputs)
+        with _attention_outputs(model, distill.hidden_weight > 0) as ours:
+            loss, outputs = ordinary(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        total = _divergence(outputs["logits"], expected, targets, distill.temperature, CHUNK)
+        count = _count(targets).to(total)
+        tally = torch.stack([total.detach(), count])
+        self._tally = tally if self._tally is None else self._tally + tally
+        added = distill.weight * distill.temperature**2 * total
+        if distill.hidden_weight:
+            added = added + distill.hidden_weight * _hidden_error(ours, theirs, targets).to(added.device)
+        # As the Trainer does with the ordinary loss.
+        accumulates = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if num_items_in_batch is None or not accumulates or getattr(trainer, "loss_is_scaled_for_ga", None) is False:
+            added = added / count
+        else:
+            added = added / torch.as_tensor(num_items_in_batch).to(added.device)
+            if trainer.args.average_tokens_across_devices:
+                added = added * (trainer.accelerator.num_processes // trainer.get_tp_size())
+        loss = (1.0 - distill.weight) * loss + added.to(loss.device)
+        return (loss, outputs) if return_outputs else loss
+
+    def _teach(self, model: Any, inputs: Any) -> tuple[Tensor | TopK, list[Tensor]]:
+        """What the teacher predicts for the batch, and the outputs of its attention modules where they are wanted."""
+        distill, trainer = self.distill, self  # type: Any, Any
+        if isinstance(distill.teacher, TopKLogits):
+            return distill.teacher.lookup(inputs["input_ids"]), []
+        own = isinstance(distill.teacher, str)
+        teacher, device = model if own else distill.teacher, inputs["input_ids"].device
+        if not own and next(teacher.parameters()).device != device:
+            teacher.to(device)
+        inputs = {name: value for name, value in inputs.items() if name not in _NOT_FOR_TEACHER}
+        with _evaluating(teacher), as_source(teacher) if own else nullcontext(), trainer.accelerator.autocast():
+            with _attention_outputs(teacher, distill.hidden_weight > 0) as outputs:
+                logits = teacher(**inputs, use_cache=False)["logits"]
+            return logits if distill.top_k is None else top_k_logits(logits, distill.top_k), outputs
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self
+        if "loss" in logs and self._tally is not None:
+            total, count = trainer.accelerator.reduce(self._tally, reduction="sum").tolist()
+            logs["distill/kl"], self._tally = total / count, None
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _vocabulary(model: Any) -> int:
+    return model.vocab_size if isinstance(model, TopKLogits) else model.config.get_text_config().vocab_size
+
+
+def _check_pair(student: Any, distill: Distillation) -> None:
+    teacher = student if isinstance(distill.teacher, str) else distill.teacher
+    vocabulary = _vocabulary(student)
+    _check_vocabulary(vocabulary, _vocabulary(teacher))
+    if distill.top_k is not None and distill.top_k > vocabulary:
+        raise ValueError(f"top_k is {distill.top_k}; it has to be at most {vocabulary}, the vocabulary.")
+    if teacher is distill.teacher and isinstance(teacher, nn.Module):
+        if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+            raise ValueError("The teacher has weights in common with the student; load or copy the source for it.")
+        pair: tuple[Any, Any] = (student, teacher)
+        layers, others = ([m.config.hidden_size] * sum(map(is_attention, m.modules())) for m in pair)
+        if distill.hidden_weight and layers != others:
+            raise ValueError("hidden_weight needs a teacher with as many layers as the student, and of the same size.")
+    if teacher is student:
+        trained = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
+        with as_source(student):
+            # Biases are out of the model here, and PEFT freezes adapters that it turns off.
+            moving = [name for name, p in student.named_parameters() if p.requires_grad and id(p) in trained]
+        if moving:
+            raise ValueError(
+                f"teacher is 'self', but training moves its weights, such as {moving[0]}; "
+                "give the source model as the teacher, or train with LoRA."
+            )
+
+
+class TopKLogits:
+    """A teacher's `TopK` predictions for a text, in a folder that is read as needed; about 6 bytes a token and k.
+
+    Args:
+        folder: from `write`. Attributes: `vocab_size`, `top_k`, `length` (tokens a sequence), `count` (sequences).
+
+    Raises:
+        ValueError: not such a folder, or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            settings = json.loads((self.folder / _SETTINGS).read_text(encoding="utf-8"))
+            names = ("vocab_size", "top_k", "length", "count")
+            self.vocab_size, self.top_k, self.length, self.count = (int(settings[name]) for name in names)
+            self._arrays = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in _FILES}
+            for name, (dtype, shape) in _FILES.items():
+                if self._arrays[name].dtype != dtype or self._arrays[name].shape != tuple(settings[s] for s in shape):
+                    raise ValueError(name)
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.folder} holds no complete top-k logits; write them with TopKLogits.write."
+            ) from error
+        self._order = np.argsort(self._arrays["keys"], kind="stable")
+        self._sorted = self._arrays["keys"][self._order]
+
+    def lookup(self, input_ids: Tensor) -> TopK:
+        """(batch, length) token ids, the rows in any order → their predictions in fp32, on the same device.
+
+        Raises:
+            ValueError: other rows or another length than those written.
+        """
+        if input_ids.shape[-1] != self.length:
+            raise ValueError(
+                f"A sequence has {input_ids.shape[-1]} tokens, but those in {self.folder} have {self.length}."
+            )
+        keys = _keys(input_ids)
+        found = np.minimum(np.searchsorted(self._sorted, keys), self.count - 1)
+        for number in np.flatnonzero(self._sorted[found] != keys):
+            raise ValueError(f"Sequence {number} of the batch is not in {self.folder}; write it anew from this text.")
+        values, indices, rest = (
+            torch.from_numpy(self._arrays[name][self._order[found]]).to(input_ids.device) for name in TopK._fields
+        )
+        return TopK(values.float(), indices.long(), rest)
+
+    @classmethod
+    def write(
+        cls, folder: str | Path, teacher_model: Any, dataset: Any, top_k: int = 64, batch_size: int = 8
+    ) -> TopKLogits:
+        """Run the teacher over a dataset once, where it is and in its dtype; the folder appears when all is written.
+
+        Args:
+            folder: new or empty.
+            dataset: items with "input_ids" of one length, such as `PackedText`.
+            top_k: log-probabilities kept a token, in fp16.
+            batch_size: sequences at once.
+
+        Raises:
+            ValueError: one sentence on a wrong argument; nothing was written.
+        """
+        target, vocabulary, count = Path(folder), _vocabulary(teacher_model), len(dataset)
+        if not 1 <= top_k <= vocabulary:
+            raise ValueError(f"top_k is {top_k}; it has to be from 1 to {vocabulary}, the vocabulary.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it has to be at least 1.")
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} is not empty; choose another folder.")
+        if count == 0:
+            raise ValueError("The dataset is empty; it has to have at least one sequence.")
+        length = len(dataset[0]["input_ids"])
+        settings = {"vocab_size": vocabulary, "top_k": top_k, "length": length, "count": count}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target)
+        bar = tqdm(desc="teacher", total=count * length, unit="token", unit_scale=True, file=sys.stderr, disable=None)
+        with new_folder(target) as work, bar, _evaluating(teacher_model):
+            arrays = {
+                name: np.lib.format.open_memmap(work / f"{name}.npy", "w+", dtype, tuple(settings[s] for s in shape))
+                for name, (dtype, shape) in _FILES.items()
+            }
+            for start in range(0, count, batch_size):
+                part = slice(start, min(start + batch_size, count))
+                rows = [torch.as_tensor(dataset[index]["input_ids"]) for index in range(part.start, part.stop)]
+                if any(len(row) != length for row in rows):
+                    raise ValueError(
+                        f"The sequences have to have {length} tokens, as the first; cut the text to blocks."
+                    )
+                ids = torch.stack(rows)
+                device = next(teacher_model.parameters()).device
+                kept = top_k_logits(teacher_model(input_ids=ids.to(device), use_cache=False)["logits"], top_k)
+                for name, array in {**kept._asdict(), "keys": _keys(ids)}.items():
+                    arrays[name][part] = array.cpu().numpy() if isinstance(array, Tensor) else array
+                bar.update(ids.numel())
+            for name in _FILES:
+                arrays.pop(name).flush()
+            (work / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        return cls(target)
+
+
+def _keys(input_ids: Tensor) -> Any:
+    """The first 8 bytes of the SHA-256 of each row of token ids, as little-endian int32."""
+    rows = input_ids.cpu().numpy().astype("<i4")
+    return np.array(
+        [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little") for row in rows], dtype="uint64"
+    )
