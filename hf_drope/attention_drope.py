@@ -143,18 +143,26 @@ def rotary_pairs(rotary: nn.Module, config: Any, attention: type) -> RotaryPairs
     stock = innermost(attention.forward).__globals__[_ROTATION]  # type: ignore[attr-defined]
     names = list(inspect.signature(stock).parameters)
     if "cos" not in names or "sin" not in names:
-        raise ValueError(f"{attention.__name__} rotates without cos and sin, which a disentangled bias cannot take apart.")
+        raise ValueError(
+            f"{attention.__name__} rotates without cos and sin, which a disentangled bias cannot take apart."
+        )
     # A fresh one: the model's own is on the meta device while a checkpoint loads, or may have been cast.
     with torch.device("cpu"):
-        fresh = type(rotary)(config)
-        angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))
+        default = torch.get_default_dtype()
+        try:
+            # A load in half precision changes it, and a table of sines would be rounded.
+            torch.set_default_dtype(torch.float32)
+            fresh: Any = type(rotary)(config)
+            angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))
+        finally:
+            torch.set_default_dtype(default)
         if hasattr(fresh, "inv_freq"):
             frequencies = getattr(fresh, "original_inv_freq", fresh.inv_freq).double().tolist()
         else:
             cos, sin = angles if names.index("cos") < names.index("sin") else angles[::-1]
             frequencies = torch.atan2(sin.double(), cos.double()).flatten().tolist()
         width = 2 * len(frequencies)
-        probe = torch.zeros(1, 1, 1, width)
+        probe = torch.zeros(1, 1, 1, width, dtype=torch.float32)
         probe[..., 0] = 1.0
         states = min(names.index("cos"), names.index("sin"))
         turned = stock(*[probe] * states, *angles)

@@ -15,43 +15,38 @@ A learned absolute table (GPT-2) acts on the states, so there the source runs fi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
+import json
 import logging
-import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from . import checkpoint
 from .attention_drope import rotary_pairs
-from .disentangled_bias import DisentangledBias, RotaryPairs
-from .position_bias import LinearBias, LogBias, LowRankBias, PositionBias, TableBias
+from .configuration_drope import DroPEParameters
+from .convert import RECORD, read_source
+from .disentangled_bias import RotaryPairs
+from .layer_fit import LayerFit, LayerReport, LayerStates
+from .modeling_drope import apply_drope
+from .position_bias import PositionBias
+from .text import text_windows
 
 logger = logging.getLogger(__name__)
 
-# Queries of one window whose whole rows of scores are in memory at once.
-ROWS = 64
-# Blocks of that many queries a window, over which statistics are taken.
-_BLOCKS = 4
-_HIDDEN = -1e9
-_LOG_SLOPES = [10 ** (exponent / 4) for exponent in range(-8, 5)]
-
-
-class LayerReport(NamedTuple):
-    """Mean divergence (nats a query and head) of the layer's attention from the source's: `dropped` without the bias,
-    `start` after the closed form, `end` after the descent; `r2` of the least-squares fit where there was one."""
-
-    layer: int
-    dropped: float
-    start: float
-    end: float
-    r2: float | None
+TOKENS = 16384
+LONGEST = 8192
 
 
 @dataclass
@@ -79,33 +74,6 @@ class CalibrationReport:
             f"divergence from the source's attention, mean over layers (nats a query): dropped {self.mean('dropped'):.3f}, "
             f"closed form {self.mean('start'):.3f}, after {self.steps} descent steps {self.mean('end'):.3f}"
         )
-
-
-class _Layer(NamedTuple):
-    """What one attention layer has at hand: `query`, `key` (windows, heads, length, head_dim) un-rotated."""
-
-    module: Any
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    hidden_states: Tensor | None
-    scaling: float
-
-    @property
-    def groups(self) -> int:
-        return self.query.shape[1] // self.key.shape[1]
-
-
-class _Sample(NamedTuple):
-    """A few queries of one window: `rows` (n,) their positions, `visible` (n, keys), `target` (heads, n, keys) the
-    source's scores with unseen keys at `_HIDDEN`."""
-
-    query: Tensor
-    key: Tensor
-    rows: Tensor
-    visible: Tensor
-    hidden_states: Tensor | None
-    target: Tensor
 
 
 def calibrate(
@@ -141,8 +109,8 @@ def calibrate(
     ids = _windows(model, texts, tokenizer, length).to(model.device)
     if steps < 0:
         raise ValueError(f"steps is {steps}; it has to be at least 0.")
-    first = next(iter(biases.values()))
-    report = CalibrationReport(model.config.drope_parameters["position_bias"]["type"], *ids.shape, steps)
+    kind = model.config.drope_parameters["position_bias"]["type"]
+    report = CalibrationReport(kind, windows=len(ids), length=ids.shape[1], steps=steps)
     started = time.monotonic()
     pairs = _pairs(model, next(iter(biases)))
     targets = _source_states(source, ids) if pairs is None else {}
@@ -151,16 +119,15 @@ def calibrate(
     def observe(module: Any, query: Tensor, key: Tensor, mask: Any, position: Any, scaling: float | None) -> None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         hidden = None if position is None else position.hidden_states.float()
-        layer = _Layer(module, query.float(), key.float(), mask, hidden, scaling)
+        layer = LayerStates(module, query.float(), key.float(), mask, hidden, scaling)
         target = targets.get(module.layer_idx)
-        fit = _Fit(layer, pairs, target, torch.Generator().manual_seed(seed + module.layer_idx))
+        fit = LayerFit(layer, pairs, target, torch.Generator().manual_seed(seed + module.layer_idx))
         report.layers.append(fit.run(steps, learning_rate))
         bar.update()
 
     with bar, torch.no_grad(), _at_rest(model), _observed(biases, observe):
         model.base_model(ids, use_cache=False)
     report.seconds = round(time.monotonic() - started, 1)
-    del first
     return report
 
 
@@ -190,7 +157,9 @@ def _check_source(model: Any, source: Any) -> None:
             continue
         other = theirs.get(name)
         if other is None or other.shape != tensor.shape:
-            raise ValueError(f"The source is not this model's: {name} is {_shape(other)} there and {_shape(tensor)} here.")
+            raise ValueError(
+                f"The source is not this model's: {name} is {_shape(other)} there and {_shape(tensor)} here."
+            )
         if not torch.equal(other.to(tensor), tensor):
             raise ValueError(
                 f"The source is not this model's: the weights of {name} differ; calibrate before training, against the "
@@ -263,355 +232,145 @@ def _observed(modules: Any, observe: Any) -> Iterator[None]:
 @torch.no_grad()
 def _source_states(source: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Queries and keys of every layer of a source with a learned table, by layer."""
-    from .modeling_drope import drope_class
-
-    with torch.device("meta"):
-        config = drope_class(type(source)).config_class.from_dict(
-            {**source.config.to_dict(), "drope_parameters": {"rope_scale": 1.0}}
-        )
-        config._attn_implementation = "sdpa"
-        twin = drope_class(type(source))(config)
-    twin.load_state_dict(source.state_dict(), assign=True)
-    twin.to_empty = None
-    for module in twin.modules():
-        if hasattr(type(module), "_init_scale"):
-            module.scale = torch.ones(())
+    # A copy of its modules around the same tensors.
+    twin = copy.deepcopy(source, {id(t): t for t in (*source.parameters(), *source.buffers())})
+    twin = apply_drope(twin, "nope", rope_scale=1.0).eval()
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def observe(module: Any, query: Tensor, key: Tensor, *rest: Any) -> None:
         found[module.layer_idx] = (query.float(), key.float())
 
-    attentions = [m for m in twin.modules() if hasattr(type(m), "needs_position")]
+    attentions = [module for module in twin.modules() if hasattr(type(module), "needs_position")]
     with _observed(attentions, observe):
-        twin.eval().base_model(ids, use_cache=False)
+        twin.base_model(ids, use_cache=False)
     return found
 
 
-class _Fit:
-    """The calibration of one layer."""
-
-    def __init__(
-        self, layer: _Layer, pairs: RotaryPairs | None, target: tuple[Tensor, Tensor] | None, generator: torch.Generator
-    ) -> None:
-        self.layer, self.pairs, self.target, self.generator = layer, pairs, target, generator
-        self.position_bias: Any = layer.module.position_bias
-        self.bias: Any = self.position_bias.bias
-        self.windows, self.heads, self.length, _ = layer.query.shape
-
-    def run(self, steps: int, learning_rate: float) -> LayerReport:
-        block = min(ROWS, self.length)
-        spread = torch.linspace(0, self.length - block, _BLOCKS).long().tolist()
-        samples = [(window, torch.arange(start, start + block)) for window in range(self.windows) for start in spread]
-        r2 = self._start(samples)
-        held = [self._sample(window, self._random_rows()) for window in range(min(self.windows, 4))]
-        dropped = sum(self._divergence(s, self._plain(s)) for s in held) / len(held)
-        start = sum(self._divergence(s, self._scores(s)) for s in held) / len(held)
-        if steps:
-            self._descend(steps, learning_rate)
-        end = sum(self._divergence(s, self._scores(s)) for s in held) / len(held)
-        return LayerReport(self.layer.module.layer_idx, float(dropped), float(start), float(end), r2)
-
-    # Samples and scores.
-
-    def _random_rows(self) -> Tensor:
-        return torch.randperm(self.length, generator=self.generator)[:ROWS].sort().values
-
-    def _sample(self, window: int, rows: Tensor) -> _Sample:
-        layer = self.layer
-        query, key = layer.query[window][:, rows], layer.key[window]
-        visible = torch.arange(self.length) <= rows[:, None]
-        if layer.mask is not None:
-            mask = layer.mask[min(window, len(layer.mask) - 1), 0, rows]
-            visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-        if self.target is not None:
-            target = _products(self.target[0][window][:, rows], self.target[1][window])
-        else:
-            place = torch.arange(self.length)
-            target = _products(_rotate(query, rows, self.pairs), _rotate(key, place, self.pairs))
-        target = (target * layer.scaling).masked_fill(~visible, _HIDDEN)
-        hidden = None if layer.hidden_states is None else layer.hidden_states[window : window + 1, rows]
-        return _Sample(query, key, rows, visible, hidden, target)
-
-    def _plain(self, sample: _Sample) -> Tensor:
-        return (_products(sample.query, sample.key) * self.layer.scaling).masked_fill(~sample.visible, _HIDDEN)
-
-    def _gate(self, sample: _Sample, scores: Tensor) -> Tensor | None:
-        factor = self.position_bias.factor(scores[None], sample.hidden_states)
-        return None if factor is None else factor[0]
-
-    def _scores(self, sample: _Sample) -> Tensor:
-        """The layer's own scores of a sample, bias included: (heads, n, keys)."""
-        scaling = self.layer.scaling
-        if isinstance(self.bias, DisentangledBias):
-            offset = sample.rows - torch.arange(len(sample.rows))
-            query, key = sample.query[None], sample.key[None]
-            if self.position_bias.reads_scores or self.bias.is_dense:
-                content = self.bias.content_scores(query, key, offset)[0] * scaling
-                factor = self._gate(sample, content)
-                terms = self.bias.scores(query, key, offset)[0] * scaling
-                scores = content + (terms if factor is None else factor * terms)
-            else:
-                factor = self.position_bias.factor(None, sample.hidden_states)
-                wide_query, wide_key = self.bias(query, key, offset, factor)
-                scores = _products(wide_query[0], wide_key[0]) * scaling
-        else:
-            plain = _products(sample.query, sample.key) * scaling
-            values = self.bias.values(-torch.arange(self.length))
-            distance = (sample.rows[:, None] - torch.arange(self.length)).clamp(min=0)
-            factor = self._gate(sample, plain)
-            added = values[:, distance]
-            scores = plain + (added if factor is None else factor * added)
-        return scores.masked_fill(~sample.visible, _HIDDEN)
-
-    @staticmethod
-    def _divergence(sample: _Sample, scores: Tensor) -> Tensor:
-        """KL(source ‖ layer) of the attention probabilities, the mean over heads and queries."""
-        wanted, got = sample.target.log_softmax(-1), scores.log_softmax(-1)
-        return (wanted.exp() * (wanted - got)).sum(-1).mean()
-
-    # Descent.
-
-    def _descend(self, steps: int, learning_rate: float) -> None:
-        parameters = [parameter for parameter in self.position_bias.parameters() if parameter.numel()]
-        flags = [parameter.requires_grad for parameter in parameters]
-        groups = []
-        for parameter in parameters:
-            size = parameter.detach().float().pow(2).mean().sqrt().item()
-            groups.append({"params": [parameter], "lr": learning_rate * max(size, 0.1)})
-        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        with torch.enable_grad():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            for step in range(steps):
-                sample = self._sample(step % self.windows, self._random_rows())
-                loss = self._divergence(sample, self._scores(sample))
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
-                decay.step()
-        for parameter, flag in zip(parameters, flags, strict=True):
-            parameter.grad = None
-            parameter.requires_grad_(flag)
-
-    # Closed forms.
-
-    def _start(self, samples: list[tuple[int, Tensor]]) -> float | None:
-        if isinstance(self.bias, DisentangledBias):
-            self._start_disentangled(samples)
-            return None
-        if isinstance(self.bias, LowRankBias) and self.pairs is not None:
-            self._start_low_rank(samples)
-            return None
-        return self._start_by_distance(samples)
-
-    def _means(self) -> tuple[Tensor, Tensor]:
-        """Mean query (heads, head_dim) and key (key/value heads, head_dim)."""
-        return self.layer.query.mean((0, 2)), self.layer.key.mean((0, 2))
-
-    def _start_disentangled(self, samples: list[tuple[int, Tensor]]) -> None:
-        bias = self.bias
-        query_mean, key_mean = self._means()
-        bias.query_mean.copy_(_share(query_mean, len(bias.query_mean)))
-        bias.key_mean.copy_(_share(key_mean, len(bias.key_mean)))
-        if bias.gain is None and bias.pairs is None:
-            return
-        turn, energy = self._mean_rotation(samples)
-        if bias.gain is not None:
-            total = _share(energy, len(bias.gain), torch.sum)
-            average = _share(turn * energy[..., None], len(bias.gain), torch.sum) / total[..., None].clamp(min=1e-9)
-            bias.gain.copy_(average)
-        if bias.pairs is not None:
-            # What rotation changes in the terms: nothing where a pair hardly turns over the attended distances.
-            mu_q, mu_k = bias.means()
-            power_q = _pair_power(self.layer.query, bias).mean((0, 2)), _pair_power(mu_q, bias)[:, 0]
-            power_k = _pair_power(self.layer.key, bias).mean((0, 2)), _pair_power(mu_k, bias)[:, 0]
-            spread = [power.repeat_interleave(self.layer.groups, 0) for power in power_k]
-            moved = (power_q[0] * spread[1] + power_q[1] * spread[0]) * (2 - 2 * turn[..., 0])
-            best = _share(moved, self.layer.key.shape[1], torch.sum).topk(bias.pairs.shape[-1], -1).indices
-            bias.pairs.copy_(best.sort(-1).values)
-
-    def _mean_rotation(self, samples: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The mean of R_Δ, as (heads, pairs, 2) cos-like and sin-like, by least squares on the centred content scores
-
-        weighted with the source's attention, and (heads, pairs) the weights that it was taken over.
-        """
-        bias = self.bias
-        mu_q, mu_k = bias.means()
-        frequencies = torch.tensor(self.pairs.frequencies) if self.pairs else bias.frequencies
-        angle = torch.arange(self.length)[:, None] * frequencies
-        turns = torch.cat([angle.cos(), angle.sin(), torch.ones_like(angle)], -1)
-        cos_sum = sin_sum = weight_sum = torch.zeros(())
-        for window, rows in samples:
-            sample = self._sample(window, rows)
-            weight = sample.target.softmax(-1)
-            power_q = _pair_power(sample.query - mu_q, bias)
-            power_k = _pair_power(sample.key - mu_k, bias).repeat(1, 1, 3) * turns
-            summed = weight @ power_k.repeat_interleave(self.layer.groups, 0)
-            cos_j, sin_j, total = summed.chunk(3, -1)
-            cos_i, sin_i = angle[rows].cos(), angle[rows].sin()
-            # e^{iω(j − i)}: the turn of keys against queries.
-            cos_sum = cos_sum + (power_q * (cos_j * cos_i + sin_j * sin_i)).sum(1)
-            sin_sum = sin_sum + (power_q * (sin_j * cos_i - cos_j * sin_i)).sum(1)
-            weight_sum = weight_sum + (power_q * total).sum(1)
-        turn = torch.stack([cos_sum, sin_sum], -1) / weight_sum[..., None].clamp(min=1e-9)
-        return turn, weight_sum
-
-    def _start_low_rank(self, samples: list[tuple[int, Tensor]]) -> None:
-        """α_r = s·(μ_q·μ_k)_r and β_r, its turned twin, at the source's frequencies with the most energy in the layer."""
-        query_mean, key_mean = self._means()
-        key_mean = key_mean.repeat_interleave(self.layer.groups, 0)
-        (q1, q2), (k1, k2) = (_halves(mean, self.pairs) for mean in (query_mean, key_mean))
-        scale = self.layer.scaling * self.pairs.amplitude**2 / self._mean_gate(samples)
-        alpha, beta = (q1 * k1 + q2 * k2) * scale, (q2 * k1 - q1 * k2) * scale
-        frequencies = torch.tensor(self.pairs.frequencies)
-        count = min(self.bias.alpha.shape[-1], len(frequencies))
-        # A pair that hardly turns within the window adds a constant, which softmax cancels.
-        moved = (alpha**2 + beta**2).sum(0) * (self.length * frequencies).clamp(max=1.0) ** 2
-        chosen = moved.topk(count).indices.sort().values
-        groups = self.bias.num_groups
-        self.bias.frequencies[:count] = frequencies[chosen]
-        self.bias.alpha.zero_()[:, :count] = _share(alpha[:, chosen], groups)
-        self.bias.beta.zero_()[:, :count] = _share(beta[:, chosen], groups)
-
-    def _mean_gate(self, samples: list[tuple[int, Tensor]]) -> Tensor | float:
-        """Mean gate by head (heads, 1), over attended keys; 1 without a gate."""
-        if self.position_bias.gate is None:
-            return 1.0
-        total = torch.zeros(self.heads, 1)
-        for window, rows in samples:
-            sample = self._sample(window, rows)
-            factor = self._gate(sample, self._plain(sample)).expand(self.heads, len(rows), -1)
-            weight = sample.target.softmax(-1) if factor.shape[-1] > 1 else torch.ones(1)
-            total += (factor * weight).sum(-1).mean(-1, keepdim=True)
-        return (total / len(samples)).clamp(min=1e-3)
-
-    def _start_by_distance(self, samples: list[tuple[int, Tensor]]) -> float:
-        """Weighted least squares on what the source's encoding adds to the scores; the weighted R² of the bias's form."""
-        above, below, square, count = (torch.zeros(self.heads, self.length) for _ in range(4))
-        for window, rows in samples:
-            sample = self._sample(window, rows)
-            plain = self._plain(sample)
-            # Both ends count: where the source looks, and where the dropped model wrongly does.
-            weight = (sample.target.softmax(-1) + plain.softmax(-1)) / 2
-            added = (sample.target - plain).masked_fill(~sample.visible, 0.0)
-            # A row's constant is cancelled by softmax.
-            added = added - (weight * added).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
-            factor = self._gate(sample, plain)
-            factor = torch.ones(1) if factor is None else factor
-            distance = (rows[:, None] - torch.arange(self.length)).clamp(min=0).flatten().expand(self.heads, -1)
-            for total, part in ((above, weight * factor * added), (below, weight * factor**2), (square, weight * added**2)):
-                total.scatter_add_(1, distance, part.expand_as(added).flatten(1))
-            count.scatter_add_(1, distance, sample.visible.float().flatten().expand(self.heads, -1))
-        return fit_by_distance(self.bias, above, below)
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """(heads, n, d) · (key/value heads, keys, d) → (heads, n, keys)."""
-    grouped = a.unflatten(0, (b.shape[0], a.shape[0] // b.shape[0]))
-    return (grouped @ b[:, None].transpose(-1, -2)).flatten(0, 1)
-
-
-def _halves(x: Tensor, pairs: Any) -> tuple[Tensor, Tensor]:
-    width = 2 * len(pairs.frequencies)
-    if pairs.interleaved:
-        return x[..., 0:width:2], x[..., 1:width:2]
-    return x[..., : width // 2], x[..., width // 2 : width]
-
-
-def _rotate(x: Tensor, position: Tensor, pairs: Any) -> Tensor:
-    """The source's rotation of (heads, n, head_dim); the order of the channels does not matter for a dot product."""
-    angle = position[:, None] * torch.tensor(pairs.frequencies)
-    cos, sin = angle.cos() * pairs.amplitude, angle.sin() * pairs.amplitude
-    first, second = _halves(x, pairs)
-    return torch.cat(
-        [first * cos - second * sin, second * cos + first * sin, x[..., 2 * len(pairs.frequencies) :]], -1
-    )
-
-
-def _pair_power(x: Tensor, bias: DisentangledBias) -> Tensor:
-    first, second = _halves(x, bias.source)
-    return first**2 + second**2
-
-
-def _share(values: Tensor, groups: int, reduce: Any = torch.mean) -> Tensor:
-    """(heads, ...) → (groups, ...), heads of a group taken together."""
-    return reduce(values.unflatten(0, (groups, values.shape[0] // groups)), dim=1)
-
-
-def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:
-    """Fit R_h(−d) to values above / below with weights `below`, both (heads, distances), up to a constant a head.
+def calibrate_checkpoint(
+    model_path: str | Path,
+    source_path: str | Path,
+    text_files: Sequence[str | Path],
+    *,
+    tokens: int = TOKENS,
+    length: int | None = None,
+    steps: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Calibrate a converted checkpoint folder in place: its position tensors change and nothing else.
 
     Args:
-        bias: a `TableBias`, `LogBias`, `LinearBias` or `LowRankBias`; its backward side is set.
+        model_path: a folder that `convert_checkpoint` wrote.
+        source_path: the folder it was converted from.
+        text_files: `.txt` or `.jsonl` (field "text"); windows are taken evenly from all of it.
+        tokens: in all, rounded down to whole windows.
+        length: tokens a window; default the source's context length, at most 8192 and at most half of `tokens`.
+        steps, seed, progress: as in `calibrate`.
 
-    Returns:
-        The weighted R² of the fit, the mean over parameter groups.
+    Raises:
+        ValueError: one sentence on why the folders, the text or the arguments cannot be used; nothing was written.
     """
-    above, below = (_share(part.double(), bias.num_groups, torch.sum) for part in (above, below))
-    value = torch.where(below > 0, above / below.clamp(min=1e-30), 0.0)
-    distance = torch.arange(above.shape[1], dtype=torch.float64)
-    with torch.no_grad():
-        if isinstance(bias, TableBias):
-            _fit_table(bias, above, below)
-        elif isinstance(bias, LinearBias):
-            basis = -distance[None, :, None].expand(bias.num_groups, -1, -1)
-            bias.slopes[0] = _least_squares(basis, value, below)[0][:, 0].float()
-        elif isinstance(bias, LogBias):
-            _fit_log(bias, distance, value, below)
-        else:
-            angle = distance[:, None] * bias.frequencies.double()
-            basis = torch.cat([angle.cos(), -angle.sin()], -1).expand(bias.num_groups, -1, -1)
-            solution, _ = _least_squares(basis, value, below)
-            alpha, beta = solution.float().chunk(2, -1)
-            bias.alpha.copy_(alpha)
-            bias.beta.copy_(beta)
-        got = bias.group_values(-torch.arange(above.shape[1])).double()
-    return _r_squared(got, value, below)
+    folder, config = read_source(model_path)
+    source_folder, source_config = read_source(source_path)
+    if not str(config.get("model_type", "")).endswith("_drope"):
+        raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
+    if (config.get("drope_parameters") or {}).get("position_bias") is None:
+        raise ValueError(
+            f"{folder} has no position bias to calibrate; convert its source with one, such as 'disentangled'."
+        )
+    _check_folders(folder, config, source_folder, source_config)
+    import transformers
+
+    import hf_drope  # noqa: F401  (registers the classes)
+
+    tokenizer = load_tokenizer(folder)
+    ids = checkpoint_windows(tokenizer, source_config, text_files, tokens, length)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    source = None
+    if not hasattr(model.base_model, "rotary_emb"):
+        source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
+    report = calibrate(model, source, ids, steps=steps, seed=seed, progress=progress)
+    changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
+    checkpoint.replace_tensors(folder, changed)
+    _write_record(folder, report, text_files)
+    return report
 
 
-def _r_squared(got: Tensor, value: Tensor, weight: Tensor) -> float:
-    total = weight.sum(-1, keepdim=True).clamp(min=1e-30)
-    centre = (weight * value).sum(-1, keepdim=True) / total
-    shift = (weight * (value - got)).sum(-1, keepdim=True) / total
-    error = (weight * (value - got - shift) ** 2).sum(-1)
-    return (1 - error / (weight * (value - centre) ** 2).sum(-1).clamp(min=1e-30)).mean().item()
+def check_calibration(
+    source: Path,
+    parameters: DroPEParameters,
+    text_files: Sequence[str | Path],
+    *,
+    tokens: int = TOKENS,
+    length: int | None = None,
+    steps: int = 32,
+) -> None:
+    """Raise what `calibrate_checkpoint` would, before the conversion whose result it is to calibrate."""
+    if parameters.position_bias is None:
+        raise ValueError("There is no position bias to calibrate; convert with one, such as --preset disentangled.")
+    if not text_files:
+        raise ValueError("Calibration needs text; give it with --text FILE.")
+    _, config = read_source(source)
+    if steps < 0:
+        raise ValueError(f"steps is {steps}; it has to be at least 0.")
+    checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
 
 
-def _least_squares(basis: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted least squares with a free constant: basis (groups, n, terms) → (groups, terms) and the squared error."""
-    total = weight.sum(-1, keepdim=True).clamp(min=1e-30)
-    centred = basis - ((weight[..., None] * basis).sum(1) / total)[:, None]
-    wanted = value - (weight * value).sum(-1, keepdim=True) / total
-    gram = centred.transpose(1, 2) @ (weight[..., None] * centred)
-    # Slow frequencies are nearly constant within the window: without a ridge their coefficients would explode.
-    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp(min=1e-30)
-    gram = gram + 1e-6 * size * torch.eye(gram.shape[-1], dtype=gram.dtype)
-    solution = torch.linalg.solve(gram, centred.transpose(1, 2) @ (weight * wanted)[..., None])[..., 0]
-    error = (weight * (wanted - (centred @ solution[..., None])[..., 0]) ** 2).sum(-1)
-    return solution, error
+def load_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
 
 
-def _fit_table(bias: TableBias, above: Tensor, below: Tensor) -> None:
-    rows = bias.rows(-torch.arange(above.shape[1]))
-    table = torch.zeros(bias.num_groups, len(bias.weight), dtype=torch.float64)
-    weight = table.index_add(1, rows, below)
-    table = table.index_add(1, rows, above) / weight.clamp(min=1e-30)
-    seen = (weight > 0).any(0)
-    known = seen.nonzero()[:, 0]
-    # A distance that no window reaches is as far as the nearest that one does.
-    nearest = (torch.arange(len(seen))[:, None] - known).abs().argmin(-1)
-    backward = torch.unique(bias.rows(-torch.arange(max(bias.max_distance, above.shape[1]))))
-    bias.weight[backward] = table[:, known[nearest]].T[backward].float()
+def checkpoint_windows(
+    tokenizer: Any, config: dict[str, Any], text_files: Sequence[str | Path], tokens: int, length: int | None
+) -> Tensor:
+    """The windows (n, length) that `calibrate_checkpoint` takes from text files; arguments and errors as there."""
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    if tokens < 2:
+        raise ValueError(f"tokens is {tokens}; it has to be at least 2.")
+    if length is None:
+        length = min(context, LONGEST, max(tokens // 2, 2))
+    if not 2 <= length <= min(context, tokens):
+        raise ValueError(
+            f"length is {length}; it has to be from 2 to {min(context, tokens)}, the source's context or all the tokens."
+        )
+    return text_windows(text_files, tokenizer, length, tokens // length)
 
 
-def _fit_log(bias: LogBias, distance: Tensor, value: Tensor, weight: Tensor) -> None:
-    best = torch.full((bias.num_groups,), math.inf, dtype=torch.float64)
-    for slope in _LOG_SLOPES:
-        basis = bias.sign * torch.log1p(slope * distance)[None, :, None].expand(bias.num_groups, -1, -1)
-        solution, error = _least_squares(basis, value, weight)
-        better = error < best
-        bias.gamma[0] = torch.where(better, solution[:, 0].float(), bias.gamma[0])
-        bias.a[0] = torch.where(better, torch.full_like(bias.a[0], slope), bias.a[0])
-        best = torch.where(better, error, best)
+def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_config: dict[str, Any]) -> None:
+    """Refuse a source that is not the one `folder` was converted from, by what the conversion recorded and by weights."""
+    if f"{source_config.get('model_type')}_drope" != config["model_type"]:
+        raise ValueError(
+            f"{source} is a {source_config.get('model_type')}, which does not convert to {config['model_type']}."
+        )
+    mine, theirs = checkpoint.read_checkpoint(folder), checkpoint.read_checkpoint(source)
+    for name, info in mine.tensors.items():
+        other = theirs.tensors.get(name)
+        if other is not None and other.shape != info.shape:
+            raise ValueError(
+                f"{source} is not the source of {folder}: {name} is {list(other.shape)} there and {list(info.shape)} here."
+            )
+    names = sorted(set(mine.tensors) & set(theirs.tensors))
+    recorded = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
+    if "source_fingerprint" in recorded and recorded["source_fingerprint"] != checkpoint.fingerprint(theirs):
+        raise ValueError(
+            f"{source} is not the source of {folder}: its weights are not those that the conversion recorded."
+        )
+    if theirs.is_safetensors and checkpoint.fingerprint(mine, names) != checkpoint.fingerprint(theirs, names):
+        raise ValueError(
+            f"The weights of {folder} are not those of {source} any more; calibrate before training, or convert anew."
+        )
+
+
+def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[str | Path]) -> None:
+    path = folder / RECORD
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    texts = {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
+    record["calibration"] = {**report.to_dict(), "text_sha256": texts}
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

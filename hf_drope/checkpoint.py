@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _CHUNK = 16 << 20
+_SAMPLE = 1 << 12
 _FICLONE = 0x40049409
 # The format's own bound on a header, which keeps a damaged length from asking for all memory.
 _LARGEST_HEADER = 100_000_000
@@ -325,6 +327,53 @@ def write_tensors(tensors: dict[str, Any], target: Path, progress: Progress | No
             writing.write(data.data)
             if progress is not None:
                 progress(data.nbytes)
+
+
+def replace_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Give tensors of a safetensors checkpoint new values, file by file; each file is replaced when it is complete.
+
+    Raises:
+        CheckpointError: a name is not in the checkpoint, or its shape differs; nothing was written.
+    """
+    from safetensors import safe_open
+
+    found = read_checkpoint(folder)
+    for name, tensor in tensors.items():
+        info = found.tensors.get(name)
+        if info is None or info.shape != tuple(tensor.shape):
+            raise CheckpointError(f"{folder.name} holds no {name} of shape {list(tensor.shape)}.")
+    for file, names in found.files.items():
+        if not set(names) & set(tensors):
+            continue
+        path, part = folder / file, folder / f".{file}.part"
+        try:
+            with safe_open(path, framework="pt") as opened:
+                state = {name: tensors[name] if name in tensors else opened.get_tensor(name) for name in names}
+                write_tensors(state, part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def fingerprint(weights: Checkpoint, names: Iterable[str] | None = None) -> str:
+    """SHA-256 over names, dtypes, shapes and three samples of the bytes of each tensor: tells checkpoints apart in no time.
+
+    Args:
+        names: default all tensors of the checkpoint.
+    """
+    digest, homes = hashlib.sha256(), {name: file for file, tensors in weights.files.items() for name in tensors}
+    shards = {file: read_shard(weights.folder / file) for file in weights.files} if weights.is_safetensors else {}
+    for name in sorted(homes if names is None else names):
+        info = weights.files[homes[name]][name]
+        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+        if not shards:
+            continue
+        shard, size = shards[homes[name]], info.end - info.start
+        with shard.path.open("rb") as reading:
+            for start in (0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)):
+                reading.seek(shard.data_start + info.start + start)
+                digest.update(reading.read(min(_SAMPLE, size - start)))
+    return digest.hexdigest()
 
 
 def _header(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> bytes:

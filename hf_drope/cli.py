@@ -58,7 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(sub)
     sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
+    sub.add_argument("--calibrate", action="store_true", help="calibrate the bias on --text in one go")
+    _add_calibration(sub, required=False)
     sub.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+    sub = command(
+        "calibrate", _calibrate, "Compute a converted checkpoint's position parameters from its source, in place."
+    )
+    sub.add_argument("path", metavar="MODEL", help="a converted checkpoint folder")
+    sub.add_argument("--source", metavar="SRC", required=True, help="the folder it was converted from")
+    _add_calibration(sub, required=True)
+    sub.add_argument("--json", action="store_true", help="print the report as JSON")
 
     sub = command("verify", _verify, "Check a converted checkpoint against its source.")
     sub.add_argument("path", metavar="DST", help="a converted checkpoint folder")
@@ -72,20 +82,42 @@ def _parser() -> argparse.ArgumentParser:
         "--text", nargs="+", required=True, metavar="FILE", help=".txt files, or .jsonl with a field 'text'"
     )
     sub.add_argument(
-        "--max-steps", type=int, required=True, metavar="N", help="optimizer steps; 0 saves and trains nothing"
+        "--max-steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps (default: 100,000 tokens after calibration, else 500,000, at most one pass over the text)",
     )
     sub.add_argument("--length", type=int, default=512, help="tokens a sequence (default: 512)")
     sub.add_argument("--batch-size", type=int, default=4, help="sequences a step and device (default: 4)")
     sub.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
-    sub.add_argument("--learning-rate", type=float, default=3e-4, help="(default: 3e-4)")
+    sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 after calibration, else 3e-4)")
     sub.add_argument("--position-learning-rate", type=float, help="of bias and gate (default: 10 times the other)")
     sub.add_argument("--warmup", type=_length, metavar="N", help="steps, or share below 1, in which RoPE fades")
     sub.add_argument("--transition", type=_length, metavar="N", help="steps, or share below 1, in which the gate cools")
-    sub.add_argument("--position-only", action="store_true", help="train the position parameters alone")
+    sub.add_argument("--fade-terms", action="store_true", help="fade a disentangled bias out in the transition")
+    sub.add_argument("--position-prediction", type=float, default=0.0, metavar="W", help="weight of the auxiliary loss")
+    sub.add_argument("--train", choices=("all", "attention", "position"), help="what to train (default: attention)")
+    sub.add_argument("--position-only", action="store_true", help="the same as --train position")
     sub.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank and merge them")
+    sub.add_argument(
+        "--distill",
+        type=float,
+        nargs="?",
+        const=0.5,
+        default=0.0,
+        metavar="W",
+        help="weight of the source's predictions in the loss (0.5 if given alone)",
+    )
+    sub.add_argument("--source", metavar="SRC", help="the source's folder, or stored top-k logits, for --distill")
+    sub.add_argument("--distill-temperature", type=float, default=1.0, metavar="T", help="(default: 1)")
+    sub.add_argument("--distill-top-k", type=int, metavar="K", help="compare the K likeliest tokens (default: all)")
+    sub.add_argument("--distill-hidden", type=float, default=0.0, metavar="W", help="weight of the attention outputs")
     sub.add_argument("--save-steps", type=int, help="steps between checkpoints (default: a tenth of the run)")
     sub.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    sub.add_argument("--bf16", action="store_true", help="autocast to bf16")
+    sub.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, help="autocast to bf16 (default: where the hardware has it)"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -100,6 +132,27 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("env", _env, "Print the versions that matter in a bug report.")
     sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
+    text = ".txt files, or .jsonl with a field 'text'"
+    parser.add_argument("--text", nargs="+", required=required, metavar="FILE", help=text)
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens in all (default: 16384)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        metavar="L",
+        help="tokens a window (default: the context, at most 8192 or half of all tokens)",
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="descent steps a layer after the closed form (default: 32; 0 for none)"
+    )
+
+
+def _calibration(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: getattr(arguments, name) for name in ("tokens", "length", "steps") if getattr(arguments, name) is not None
+    }
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -148,13 +201,37 @@ def _convert(arguments: argparse.Namespace) -> int:
     from .convert import convert_checkpoint, plan_conversion
 
     plan = plan_conversion(arguments.source, _parameters(arguments))
+    if not arguments.calibrate and (arguments.text or _calibration(arguments)):
+        raise ValueError("--text, --tokens, --length and --steps belong to --calibrate; give that as well.")
+    report = None
+    if arguments.calibrate:
+        from .calibrate import calibrate_checkpoint, check_calibration
+
+        check_calibration(plan.source, plan.parameters, arguments.text or (), **_calibration(arguments))
     if not arguments.dry_run:
         convert_checkpoint(plan, arguments.target, overwrite=arguments.overwrite)
+        if arguments.calibrate:
+            _no_bars_in_a_log()
+            report = calibrate_checkpoint(arguments.target, arguments.source, arguments.text, **_calibration(arguments))
     if arguments.json:
-        _print_json(plan.to_dict())
+        _print_json(plan.to_dict() | ({"calibration": report.to_dict()} if report else {}))
     else:
         print(plan.describe())
+        if report:
+            print(report.describe())
         print("nothing written (dry run)" if arguments.dry_run else f"written to {arguments.target}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from .calibrate import calibrate_checkpoint
+
+    _no_bars_in_a_log()
+    report = calibrate_checkpoint(arguments.path, arguments.source, arguments.text, **_calibration(arguments))
+    if arguments.json:
+        _print_json(report.to_dict())
+    else:
+        print(report.describe())
     return 0
 
 
@@ -175,9 +252,14 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
     from .schedule import DroPESchedule
 
     _no_bars_in_a_log()
-    stages = {
+    stages: dict[str, Any] = {
         name: getattr(arguments, name) for name in ("warmup", "transition") if getattr(arguments, name) is not None
     }
+    if arguments.fade_terms:
+        # The bias is the scaffold here; RoPE on the content, where it is still there, fades before.
+        stages = {"warmup": 0, "transition": 0.7, "fade_terms": True, **stages}
+    if arguments.position_only and arguments.train not in (None, "position"):
+        raise ValueError(f"--position-only and --train {arguments.train} contradict each other; give one of them.")
     summary = recalibrate(
         arguments.model,
         arguments.out,
@@ -189,13 +271,24 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
         learning_rate=arguments.learning_rate,
         position_learning_rate=arguments.position_learning_rate,
         lora_rank=arguments.lora_rank,
+        distill=arguments.distill,
+        distill_temperature=arguments.distill_temperature,
+        distill_top_k=arguments.distill_top_k,
+        distill_hidden=arguments.distill_hidden,
+        source=arguments.source,
         resume=arguments.resume,
         schedule=DroPESchedule(**stages) if stages else None,
-        train_only="position" if arguments.position_only else "all",
+        position_prediction=arguments.position_prediction,
+        train_only="position" if arguments.position_only else arguments.train,
         seed=arguments.seed,
         save_steps=arguments.save_steps,
         bf16=arguments.bf16,
+        dry_run=arguments.dry_run,
+        announce=lambda plan: print(plan, file=sys.stderr if arguments.json else sys.stdout, flush=True),
     )
+    if arguments.dry_run and not arguments.json:
+        print("nothing written (dry run)")
+        return 0
     if arguments.json:
         _print_json(summary)
     else:
@@ -247,6 +340,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-drope {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        # By name: importing the class would import torch for every command.
+        if type(error).__name__ != "NonFiniteLossError":
+            raise
+        print(f"hf-drope {arguments.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"hf-drope {arguments.command}: interrupted", file=sys.stderr)
         return 130

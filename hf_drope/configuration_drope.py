@@ -78,14 +78,13 @@ _TERMS = ("p2p", "c2p", "p2c")
 
 
 def _is_terms(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(set(map(str, value))) == len(value) and set(value) <= set(_TERMS)
+    return isinstance(value, list | tuple) and all(v in _TERMS for v in value) and len(set(value)) == len(value)
 
 
 def _even_rank(default: int | None) -> _Setting:
     allowed = "an even whole number of at least 2" if default else "null or an even whole number of at least 2"
-    return _Setting(
-        default, lambda v: (v is None and not default) or (_is_int(v) and v >= 2 and v % 2 == 0), allowed
-    )
+    return _Setting(default, lambda v: (v is None and not default) or (_is_int(v) and v >= 2 and v % 2 == 0), allowed)
+
 
 BIAS_SETTINGS: dict[str, dict[str, _Setting]] = {
     "table": {
@@ -116,7 +115,9 @@ BIAS_SETTINGS: dict[str, dict[str, _Setting]] = {
         "share": _SHARE,
     },
 }
-_STRETCH: dict[str, _Setting] = {"factor": _Setting(2.0, lambda v: _is_number(v) and v >= 1, "a number of at least 1")}
+_STRETCH: dict[str, _Setting] = {
+    "factor": _Setting(2.0, lambda v: _is_number(v) and 1 <= v < float("inf"), "a number of at least 1")
+}
 POSITION_SCALINGS: dict[str, dict[str, _Setting]] = {
     "linear": _STRETCH,
     "ntk": _STRETCH,
@@ -163,7 +164,7 @@ def _complete(where: str, given: Any, table: dict[str, dict[str, _Setting]]) -> 
         raise _refuse(where, given, "null or a dict with a 'type'")
     given = dict(given)
     kind = given.pop("type", None)
-    if kind not in table:
+    if not isinstance(kind, str) or kind not in table:
         raise _unknown(f"{where} type", kind, table)
     settings = table[kind]
     for key, value in given.items():

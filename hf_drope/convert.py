@@ -500,6 +500,7 @@ def _record(plan: ConversionPlan) -> dict[str, Any]:
     return {
         "source": plan.source.resolve().name,
         "source_config_sha256": hashlib.sha256(config).hexdigest(),
+        "source_fingerprint": checkpoint.fingerprint(checkpoint.read_checkpoint(plan.source)),
         "drope_parameters": plan.parameters.to_dict(),
         "dropped": plan.dropped,
         "added": plan.added,

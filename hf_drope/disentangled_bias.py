@@ -122,7 +122,9 @@ class DisentangledBias(Fp32Module):
         self.position_scaling, self.rope_fade = position_scaling, rope_fade
         self.source, self.rotated = pairs, 2 * len(pairs.frequencies)
         if rank is not None and rank > self.rotated:
-            raise ValueError(f"rank is {rank}; it has to be at most {self.rotated}, the channels that RoPE rotates here.")
+            raise ValueError(
+                f"rank is {rank}; it has to be at most {self.rotated}, the channels that RoPE rotates here."
+            )
         query_groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[share]
         key_groups = 1 if share == "layer" else num_key_value_heads
         self.query_mean = fp32_parameter(query_groups, head_dim)
@@ -132,8 +134,9 @@ class DisentangledBias(Fp32Module):
         if rank is None:
             self.pairs = None
         else:
-            # Saved with the weights: calibration keeps those with the most energy.
-            self.register_buffer("pairs", torch.empty(num_key_value_heads, rank // 2, dtype=torch.int64))
+            # Saved with the weights: calibration keeps those with the most energy. In fp32, to which a load in half
+            # precision turns all that belongs to a position bias.
+            self.register_buffer("pairs", torch.empty(num_key_value_heads, rank // 2, dtype=torch.float32))
         self.register_buffer("frequencies", torch.empty(self.rotated // 2, dtype=torch.float32), persistent=False)
         self.register_buffer("terms_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.content_rotation = ContentRotation(rope_scale)
@@ -155,7 +158,7 @@ class DisentangledBias(Fp32Module):
         if self.gain is not None:
             fill(self.gain, torch.tensor([1.0, 0.0]).expand(self.gain.shape))
         if self.pairs is not None:
-            chosen = torch.linspace(0, self.rotated // 2 - 1, self.pairs.shape[-1]).round().long()
+            chosen = torch.linspace(0, self.rotated // 2 - 1, self.pairs.shape[-1]).round()
             fill(self.pairs, chosen.expand(self.pairs.shape))
 
     # Parameters, spread over the heads of the layer.
@@ -190,7 +193,7 @@ class DisentangledBias(Fp32Module):
         """The pairs that rotate in the terms: (..., heads, length, n) → (..., heads, length, rank / 2)."""
         if self.pairs is None:
             return x
-        index = self.pairs.repeat_interleave(heads // self.num_key_value_heads, 0)[:, None]
+        index = self.pairs.long().repeat_interleave(heads // self.num_key_value_heads, 0)[:, None]
         return x.gather(-1, index.expand(*x.shape[:-1], -1))
 
     def _cos_sin(self, position: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -283,12 +286,12 @@ class DisentangledBias(Fp32Module):
 
     def _in_terms(self) -> Tensor:
         """1 for the channels that rotate in the terms, 0 for the others: (key/value heads or 1, 1, head_dim)."""
-        channels = self.frequencies.new_zeros(1, 1, self.head_dim)
+        channels = self.frequencies.new_zeros(1, 1, self.head_dim, dtype=torch.float32)
         if self.pairs is None:
             one = channels.new_ones(1, 1, self.rotated // 2)
         else:
             empty = channels.new_zeros(self.num_key_value_heads, self.rotated // 2)
-            one = empty.scatter(1, self.pairs, 1.0)[:, None]
+            one = empty.scatter(1, self.pairs.long(), 1.0)[:, None]
         return self._merge(one, one, channels.expand(one.shape[0], -1, -1))
 
     def _removed(self) -> Tensor:

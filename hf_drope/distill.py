@@ -278,18 +278,20 @@ class DistillationMixin:
                 distill.teacher.requires_grad_(False).eval()
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         ordinary: Any = super().compute_loss  # type: ignore[misc]
         if self.distill is None or not model.training:
-            return ordinary(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            kwargs |= {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return ordinary(model, inputs, **kwargs)
         trainer, distill = self, self.distill  # type: Any, Distillation
         # Before the Trainer takes them out for label smoothing.
         targets = inputs["shift_labels"] if "shift_labels" in inputs else _shifted(inputs["labels"])
         # The teacher first, so that `as_source` changes nothing under a live graph.
         expected, theirs = self._teach(model, inputs)
         with _attention_outputs(model, distill.hidden_weight > 0) as ours:
-            loss, outputs = ordinary(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+            kwargs |= {"return_outputs": True, "num_items_in_batch": num_items_in_batch}
+            loss, outputs = ordinary(model, inputs, **kwargs)
         total = _divergence(outputs["logits"], expected, targets, distill.temperature, CHUNK)
         count = _count(targets).to(total)
         tally = torch.stack([total.detach(), count])

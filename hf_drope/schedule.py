@@ -33,11 +33,12 @@ _CURVES: dict[str, Callable[[float], float]] = {
 
 
 class ScheduleState(NamedTuple):
-    """`stage` is one of `STAGES`; `rope_scale` 1 to 0; `temperature` above 0."""
+    """`stage` is one of `STAGES`; `rope_scale` 1 to 0; `temperature` above 0; `terms_scale` 1 to 0, None to leave it."""
 
     stage: str
     rope_scale: float
     temperature: float
+    terms_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class DroPESchedule:
             stage has the value at progress 1. Linear is T(t) = max(floor, T_0·(1 − t / T_total)) with t and T_total counted
             in the transition; in the warm-up T is T_0.
         temperature_floor, initial_temperature: T is never below the first and starts at the second (T_0).
+        fade_terms: fade the position terms of a disentangled bias out as well, during the transition, from 1 to 0: they are
+            then the scaffold between RoPE and no position at all.
+        terms_curve: how: "linear", "cosine", "exponential", or a callable from progress in (0, 1) to a strength.
 
     Raises:
         ValueError: one sentence with the value, what is allowed and the nearest match.
@@ -64,6 +68,8 @@ class DroPESchedule:
     temperature_curve: Curve = "linear"
     temperature_floor: float = 0.1
     initial_temperature: float = 1.0
+    fade_terms: bool = False
+    terms_curve: Curve = "linear"
 
     def __post_init__(self) -> None:
         for name in ("warmup", "transition"):
@@ -78,7 +84,9 @@ class DroPESchedule:
             raise ValueError(
                 f"warmup and transition take {sum(shares):g} of the run; together they have to be at most 1.0."
             )
-        for name, extra in (("rope_curve", ()), ("temperature_curve", ("constant",))):
+        if not isinstance(self.fade_terms, bool):
+            raise ValueError(f"fade_terms is {self.fade_terms!r}; it has to be True or False.")
+        for name, extra in (("rope_curve", ()), ("terms_curve", ()), ("temperature_curve", ("constant",))):
             value = getattr(self, name)
             known = ("linear", "cosine", "exponential", *extra)
             if not callable(value) and value not in known:
@@ -127,22 +135,24 @@ class DroPESchedule:
             return self.final()
         warmup_end, transition_end = self.stage_ends(total_steps)
         if step < warmup_end:
-            return ScheduleState("warmup", self._strength(step / warmup_end), float(self.initial_temperature))
+            strength = self._strength("rope_curve", step / warmup_end)
+            return ScheduleState("warmup", strength, float(self.initial_temperature), 1.0 if self.fade_terms else None)
         if step < transition_end:
             progress = (step - warmup_end) / (transition_end - warmup_end)
-            return ScheduleState("transition", 0.0, self._temperature(progress))
+            terms = self._strength("terms_curve", progress) if self.fade_terms else None
+            return ScheduleState("transition", 0.0, self._temperature(progress), terms)
         return self.final()
 
     def final(self) -> ScheduleState:
         """The state at the end of every run."""
-        return ScheduleState("finetune", 0.0, self._temperature(1.0))
+        return ScheduleState("finetune", 0.0, self._temperature(1.0), 0.0 if self.fade_terms else None)
 
-    def _strength(self, progress: float) -> float:
+    def _strength(self, name: str, progress: float) -> float:
         if progress == 0.0:
             return 1.0
-        strength = _value(self.rope_curve, progress)
+        strength = _value(getattr(self, name), progress)
         if not 0.0 <= strength <= 1.0:
-            raise ValueError(f"rope_curve gives {strength!r} at progress {progress:g}; it has to stay in 0.0 to 1.0.")
+            raise ValueError(f"{name} gives {strength!r} at progress {progress:g}; it has to stay in 0.0 to 1.0.")
         return float(strength)
 
     def _temperature(self, progress: float) -> float:
@@ -166,7 +176,8 @@ class DroPESchedule:
             "transition": (
                 first,
                 second,
-                f"temperature {start} → {floor} ({_name(self.temperature_curve)})",
+                f"temperature {start} → {floor} ({_name(self.temperature_curve)})"
+                + (f", position terms 1 → 0 ({_name(self.terms_curve)})" if self.fade_terms else ""),
             ),
             "finetune": (second, total_steps, f"temperature {floor}"),
         }
@@ -176,7 +187,7 @@ class DroPESchedule:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; refuses curves that are callables."""
-        for name in ("rope_curve", "temperature_curve"):
+        for name in ("rope_curve", "terms_curve", "temperature_curve"):
             if callable(getattr(self, name)):
                 raise ValueError(f"{name} is a callable and cannot be stored; name one of {', '.join(_CURVES)}.")
         return dataclasses.asdict(self)

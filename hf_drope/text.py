@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 _SUFFIXES = (".txt", ".jsonl")
 # A tokenizer needs many times a text's size in memory, so a long document goes through it in pieces of this many characters.
 _PIECE = 1 << 20
+_CHARACTERS = 12
 
 
 def read_documents(files: Iterable[str | Path]) -> Iterator[str]:
@@ -85,6 +86,37 @@ def _pieces(document: str) -> Iterator[str]:
         start = end
     if start < len(document):
         yield document[start:]
+
+
+def text_windows(files: Iterable[str | Path], tokenizer: Any, length: int, count: int) -> torch.Tensor:
+    """`count` windows of `length` tokens, taken evenly from all of the text: (count, length).
+
+    Only the text around each window is tokenized. Windows begin at a word; they may run from one document into the next.
+
+    Raises:
+        ValueError: a file cannot be used, or the text is too short for that many windows without overlap.
+    """
+    text = "\n\n".join(read_documents(files))
+    places = [round(index * len(text) / count) for index in range(count)]
+    windows = []
+    for start, stop in zip(places, [*places[1:], len(text)], strict=True):
+        # A first guess of a few characters a token, then whatever there is.
+        for end in (min(stop, start + _CHARACTERS * length), stop):
+            ids = tokenizer(_from_word(text, start, end), add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= length:
+                break
+        if len(ids) < length:
+            total = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            raise ValueError(f"The text has {total} tokens, too few for {count} windows of {length}.")
+        windows.append(torch.tensor(ids[:length]))
+    return torch.stack(windows)
+
+
+def _from_word(text: str, start: int, end: int) -> str:
+    """The text from the first word that begins at or after `start`."""
+    while 0 < start < end and not text[start - 1].isspace():
+        start += 1
+    return text[start:end]
 
 
 class PackedText(Dataset[dict[str, torch.Tensor]]):

@@ -18,6 +18,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
+from .distill import DistillationMixin
+from .position_prediction import PositionPredictionMixin
+from .record import FiniteLossMixin
 from .schedule import STAGES, DroPESchedule, ScheduleState
 
 logger = logging.getLogger(__name__)
@@ -49,11 +52,14 @@ def position_parameters(model: Any) -> Iterable[tuple[str, nn.Parameter]]:
 
 def position_logs(model: Any, state: ScheduleState) -> dict[str, float]:
     """What the log shows of the schedule: `drope/stage` (0 warm-up, 1 transition, 2 fine-tuning), strength, temperature
-    where a gate has one, and the L2 norm over all position parameters."""
+    where a gate has one, strength of the position terms where a bias is disentangled, and the L2 norm over all position parameters."""
     logs: dict[str, float] = {"drope/stage": STAGES.index(state.stage), "drope/rope_scale": state.rope_scale}
     temperature = (unwrap(model).config.drope_parameters["gate"] or {}).get("temperature")
     if temperature is not None:
         logs["drope/temperature"] = temperature
+    terms_scale = (unwrap(model).config.drope_parameters["position_bias"] or {}).get("terms_scale")
+    if terms_scale is not None:
+        logs["drope/terms_scale"] = terms_scale
     norms = [parameter.detach().float().norm() for _, parameter in position_parameters(model)]
     if norms:
         logs["drope/bias_norm"] = torch.stack(norms).norm().item()
@@ -82,7 +88,7 @@ class DroPECallback(TrainerCallback):
 
     def _set(self, model: Any, step: int, total: int) -> None:
         self.state = self.schedule.at(step, total)
-        set_stage(model, self.state.rope_scale, self.state.temperature)
+        set_stage(model, *self.state[1:])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         trained = [parameter.requires_grad for _, parameter in position_parameters(model)]
@@ -126,7 +132,8 @@ class DroPECallback(TrainerCallback):
             self._set(model, state.global_step, state.max_steps)
 
 
-def set_stage(model: Any, rope_scale: float, temperature: float | None) -> None:
+def set_stage(model: Any, rope_scale: float, temperature: float | None, terms_scale: float | None = None) -> None:
+    """Set what differs from the model's config; a strength or temperature it has no use for, or None, is left out."""
     converted = unwrap(model)
     parameters = converted.config.drope_parameters
     if parameters["rope_scale"] != rope_scale:
@@ -134,6 +141,9 @@ def set_stage(model: Any, rope_scale: float, temperature: float | None) -> None:
     current = (parameters["gate"] or {}).get("temperature")
     if current is not None and temperature is not None and current != temperature:
         converted.set_gate_temperature(temperature)
+    current = (parameters["position_bias"] or {}).get("terms_scale")
+    if current is not None and terms_scale is not None and current != terms_scale:
+        converted.set_terms_scale(terms_scale)
 
 
 def restore_stage(model: Any, checkpoint: str | Path) -> None:
@@ -148,7 +158,8 @@ def restore_stage(model: Any, checkpoint: str | Path) -> None:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["drope_parameters"]
     else:
         return
-    set_stage(model, settings["rope_scale"], (settings["gate"] or {}).get("temperature"))
+    temperature, terms = ((settings[key] or {}) for key in ("gate", "position_bias"))
+    set_stage(model, settings["rope_scale"], temperature.get("temperature"), terms.get("terms_scale"))
 
 
 class PositionGroupsMixin:
@@ -184,8 +195,26 @@ class PositionGroupsMixin:
         return optimizer
 
 
-class DroPETrainer(PositionGroupsMixin, Trainer):
-    """Transformers' Trainer with `PositionGroupsMixin`; give it a `DroPECallback` for the staged schedule."""
+class DroPETrainer(FiniteLossMixin, DistillationMixin, PositionPredictionMixin, PositionGroupsMixin, Trainer):
+    """Transformers' Trainer with the mixins of this package; give it a `DroPECallback` for the staged schedule.
+
+    Args:
+        distill: a `Distillation` (see `DistillationMixin`), or None.
+        position_learning_rate: of biases and gates (see `PositionGroupsMixin`).
+        position_prediction: weight of the auxiliary loss (see `PositionPredictionMixin`), 0 for none.
+
+    A NaN or infinite loss stops the training before it reaches the weights (see `FiniteLossMixin`).
+    """
+
+
+def train_attention_and_position(model: Any) -> None:
+    """Train the projections of the attention layers, their position parameters and added norms; freeze everything else."""
+    chosen = set()
+    for name, module in unwrap(model).named_modules():
+        if hasattr(type(module), "needs_position"):
+            chosen |= {f"{name}.{inner}" for inner, _ in module.named_parameters()}
+    for name, parameter in unwrap(model).named_parameters():
+        parameter.requires_grad_(name in chosen)
 
 
 def freeze_all_but_position(model: Any) -> None:

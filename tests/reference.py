@@ -64,6 +64,55 @@ def reference_bias(bias: Any, settings: dict[str, Any], head: int, delta: int) -
     return total
 
 
+class ReferenceDisentangled:
+    """The disentangled score of one query and one key, RoPE dropped from its content, from the numbers that `bias` holds.
+
+    With q̃ = q − μ_q and k̃ = k − μ_k, the content is q̃'M k̃ + μ_q'k̃ + q̃'μ_k + μ_q'μ_k. What a gate multiplies is the sum of
+    a'(A²R_Δ − 1)b over the terms: (μ_q, μ_k), (q̃, μ_k) and (μ_q, k̃), and over the pairs of channels that rotate in them.
+    """
+
+    def __init__(self, bias: Any, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.heads, self.groups = bias.num_heads, bias.num_key_value_heads
+        self.query_mean, self.key_mean = bias.query_mean.tolist(), bias.key_mean.tolist()
+        self.gain = None if settings["content"] == "identity" else bias.gain.tolist()
+        self.frequencies, self.amplitude = bias.frequencies.tolist(), bias.source.amplitude
+        count = len(self.frequencies)
+        self.channels = [(2 * r, 2 * r + 1) if bias.source.interleaved else (r, r + count) for r in range(count)]
+        self.chosen = [list(range(count))] * self.groups if settings["rank"] is None else bias.pairs.long().tolist()
+
+    def turned(self, a: list[float], b: list[float], pair: int, cos: float, sin: float) -> float:
+        """a'(cos, −sin; sin, cos)b in one pair of channels."""
+        x, y = self.channels[pair]
+        return cos * (a[x] * b[x] + a[y] * b[y]) + sin * (a[y] * b[x] - a[x] * b[y])
+
+    def scores(self, query: list[float], key: list[float], head: int, delta: int) -> tuple[float, float]:
+        """Content and position terms, before scaling."""
+        group = head // (self.heads // self.groups)
+        # One mean per head, per group of heads or per layer.
+        query_set = head * len(self.query_mean) // self.heads
+        query_mean, key_mean = self.query_mean[query_set], self.key_mean[group * len(self.key_mean) // self.groups]
+        q = [x - mean for x, mean in zip(query, query_mean, strict=True)]
+        k = [x - mean for x, mean in zip(key, key_mean, strict=True)]
+        content = sum(m * x for m, x in zip(query_mean, k, strict=True))
+        content += sum((x + m) * n for x, m, n in zip(q, query_mean, key_mean, strict=True))
+        rotated = {channel for pair in self.channels for channel in pair}
+        content += sum(q[c] * k[c] for c in range(len(q)) if c not in rotated)
+        for pair in range(len(self.channels)):
+            cos, sin = (1.0, 0.0) if self.gain is None else self.gain[query_set][pair]
+            content += self.turned(q, k, pair, cos, sin)
+        scaling = self.settings["position_scaling"]
+        if scaling is not None and scaling["type"] == "clip":
+            delta = max(delta, -scaling["max_distance"])
+        sides = {"p2p": (query_mean, key_mean), "c2p": (q, key_mean), "p2c": (query_mean, k)}
+        terms = 0.0
+        for term in self.settings["terms"]:
+            for pair in self.chosen[group]:
+                angle, size = self.frequencies[pair] * delta, self.amplitude**2
+                terms += self.turned(*sides[term], pair, size * math.cos(angle) - 1, size * math.sin(angle))
+        return content, self.settings["terms_scale"] * terms
+
+
 def reference_gate(gate: Any, settings: dict[str, Any] | None, head: int, score: float, hidden: list[float]) -> float:
     if settings is None:
         return 1.0
@@ -95,6 +144,9 @@ def reference_attention(
     batch, heads, queries, width = query.shape
     groups, keys = key.shape[1], key.shape[2]
     q, k, v, x = (tensor.double().tolist() for tensor in (query, key, value, hidden_states))
+    bias_settings, disentangled = settings["position_bias"], None
+    if bias_settings is not None and bias_settings["type"] == "disentangled":
+        disentangled = ReferenceDisentangled(position_bias.bias, bias_settings)
     output = torch.zeros(batch, queries, heads, value.shape[-1], dtype=torch.float64)
     weights = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
     for b in range(batch):
@@ -106,10 +158,13 @@ def reference_attention(
                     delta = j - (i + query_offset)
                     if delta > 0 or not visible[b, j]:
                         continue
-                    score = scaling * sum(q[b][h][i][d] * k[b][g][j][d] for d in range(width))
-                    if settings["position_bias"] is not None:
-                        gate = reference_gate(position_bias.gate, settings["gate"], h, score, x[b][i])
-                        score += gate * reference_bias(position_bias.bias, settings["position_bias"], h, delta)
+                    score, bias = scaling * sum(q[b][h][i][d] * k[b][g][j][d] for d in range(width)), 0.0
+                    if disentangled is not None:
+                        score, bias = (scaling * x for x in disentangled.scores(q[b][h][i], k[b][g][j], h, delta))
+                    elif bias_settings is not None:
+                        bias = reference_bias(position_bias.bias, bias_settings, h, delta)
+                    if bias_settings is not None:
+                        score += bias * reference_gate(position_bias.gate, settings["gate"], h, score, x[b][i])
                     logits[j] = score
                 if not logits:
                     continue
@@ -169,4 +224,9 @@ def randomise_position(model: Any, seed: int = 0) -> Any:
                 parameter.uniform_(0.3, 1.5, generator=generator)
             else:
                 parameter.normal_(generator=generator)
+        pairs = getattr(bias.bias, "pairs", None)
+        if pairs is not None:
+            count = bias.bias.frequencies.numel()
+            for head in pairs:
+                head.copy_(torch.randperm(count, generator=generator)[: len(head)])
     return model

@@ -15,24 +15,31 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
-    {"configuration_drope", "position_bias", "rotary_drope"},
+    {"configuration_drope", "fp32_module", "rotary_drope"},
+    {"disentangled_bias"},
+    {"position_bias"},
     {"attention_drope"},
     {"modeling_drope"},
     {"checkpoint", "schedule", "model_card", "text"},
-    {"convert"},
+    {"convert", "distill", "record", "position_prediction"},
+    {"layer_fit"},
     {"calibrate", "training", "evaluate", "report", "export", "verify"},
-    {"demo", "recalibrate"},
+    {"recalibrate"},
+    {"demo"},
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
 LIGHT = {"configuration_drope", "checkpoint", "schedule", "model_card", "convert", "text", "cli"}
 PUBLIC = [
+    "Distillation",
     "DroPECallback",
     "DroPEParameters",
     "DroPESchedule",
     "DroPETrainer",
     "__version__",
     "apply_drope",
+    "calibrate",
+    "calibrate_checkpoint",
     "convert_checkpoint",
     "drope_class",
     "drope_config_class",

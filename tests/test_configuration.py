@@ -18,6 +18,7 @@ from hf_drope import DroPEParameters, drope_config_class
 from hf_drope.configuration_drope import (
     BIAS_SETTINGS,
     GATE_SETTINGS,
+    POSITION_SCALINGS,
     PRESETS,
     SUPPORTED_MODEL_TYPES,
     auto_map,
@@ -44,6 +45,15 @@ TABLE = {
     "share": "head",
 }
 LOG = {"type": "log", "sign": -1, "init": "constant", "bidirectional": False, "share": "head"}
+DISENTANGLED = {
+    "type": "disentangled",
+    "terms": ["p2p", "c2p", "p2c"],
+    "rank": None,
+    "content": "mean_rotation",
+    "terms_scale": 1.0,
+    "position_scaling": None,
+    "share": "head",
+}
 EXPECTED_PRESETS = {
     "nope": {},
     "simple": {"position_bias": TABLE},
@@ -52,6 +62,7 @@ EXPECTED_PRESETS = {
     "t5": {"position_bias": {**TABLE, "num_buckets": 32, "max_distance": 128}},
     "alibi": {"position_bias": {"type": "linear", "learned": False, "bidirectional": False, "share": "head"}},
     "kerple": {"position_bias": {**LOG, "init": "kerple"}},
+    "disentangled": {"position_bias": DISENTANGLED},
 }
 
 
@@ -130,6 +141,30 @@ def test_settings_survive_json_and_share_nothing_with_their_dict(name):
         ({"position_bias": {"type": "low_rank", "rank": 5}}, ["rank is 5", "even"]),
         ({"position_bias": {"type": "low_rank", "rank": True}}, ["rank is True"]),
         ({"position_bias": {"type": "linear", "max_distance": 5}}, ["'max_distance'", "bidirectional, learned, share"]),
+        ({"position_bias": {"type": "disentangled", "terms": ["c2c"]}}, ["terms is ['c2c']", "'p2p', 'c2p', 'p2c'"]),
+        ({"position_bias": {"type": "disentangled", "terms": "p2p"}}, ["terms is 'p2p'", "a list of some of"]),
+        ({"position_bias": {"type": "disentangled", "terms": ["p2p", "p2p"]}}, ["terms is ['p2p', 'p2p']"]),
+        ({"position_bias": {"type": "disentangled", "rank": 3}}, ["rank is 3", "null or an even"]),
+        ({"position_bias": {"type": "disentangled", "content": "mean"}}, ["content is 'mean'", "'mean_rotation'"]),
+        ({"position_bias": {"type": "disentangled", "terms_scale": 1.5}}, ["terms_scale is 1.5", "from 0.0 to 1.0"]),
+        ({"position_bias": {"type": "disentangled", "terms_scale": True}}, ["terms_scale is True"]),
+        ({"position_bias": {"type": "disentangled", "position_scaling": "ntk"}}, ["position_scaling is 'ntk'"]),
+        (
+            {"position_bias": {"type": "disentangled", "position_scaling": {"type": "yarm"}}},
+            ["position_bias.position_scaling type 'yarm'", "clip, linear, ntk, yarn", "Did you mean 'yarn'?"],
+        ),
+        (
+            {"position_bias": {"type": "disentangled", "position_scaling": {"type": "linear", "factor": 0.5}}},
+            ["position_bias.position_scaling.factor is 0.5", "a number of at least 1"],
+        ),
+        (
+            {"position_bias": {"type": "disentangled", "position_scaling": {"type": "yarn", "beta_fast": 1}}},
+            ["position_scaling.beta_fast is 1", "larger than beta_slow"],
+        ),
+        (
+            {"position_bias": {"type": "disentangled", "position_scaling": {"type": "clip", "max_distance": 0}}},
+            ["position_bias.position_scaling.max_distance is 0"],
+        ),
         ({"gate": {"type": "head"}}, ["gate is", "no position_bias", "or gate to null"]),
         ({"position_bias": {"type": "log"}, "gate": {"type": "scores"}}, ["'scores'", "Did you mean 'score'?"]),
         (
@@ -167,6 +202,20 @@ def test_wrong_settings_are_one_sentence_with_key_value_and_what_is_allowed(sett
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_terms_are_kept_in_their_own_order_and_scalings_get_their_defaults():
+    scaling = {"type": "yarn", "factor": 4}
+    settings = DroPEParameters.preset("disentangled", terms=["p2c", "p2p"], position_scaling=scaling)
+    assert settings.position_bias["terms"] == ["p2p", "p2c"]
+    assert settings.position_bias["position_scaling"] == {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    assert DroPEParameters.preset("disentangled", terms=[]).position_bias["terms"] == []
 
 
 def test_wrong_presets_and_overrides_name_the_nearest_match():
@@ -334,7 +383,8 @@ def test_a_foreign_class_that_holds_the_type_is_named():
 
 
 def test_nested_settings_tables_have_valid_defaults():
-    for table, where in ((BIAS_SETTINGS, "position_bias"), (GATE_SETTINGS, "gate")):
+    tables = ((BIAS_SETTINGS, "position_bias"), (POSITION_SCALINGS, "position_scaling"), (GATE_SETTINGS, "gate"))
+    for table, where in tables:
         for kind, settings in table.items():
             for key, setting in settings.items():
                 assert setting.is_valid(setting.default), f"{where}.{kind}.{key}"

@@ -464,7 +464,13 @@ def test_a_checkpoint_of_the_bare_model_converts_too(family, preset, tmp_path):
     assert not info["unexpected_keys"]
 
 
-REFUSED = {("gpt2", "rope_layers"), ("gpt2", "qk_norm"), ("gptj", "qk_norm")}
+# Setting or preset, and the setting that the refusal names.
+REFUSED = {
+    ("gpt2", "rope_layers"): "rope_layers",
+    ("gpt2", "qk_norm"): "qk_norm",
+    ("gptj", "qk_norm"): "qk_norm",
+    ("gpt2", "disentangled"): "position_bias",
+}
 
 
 @pytest.mark.parametrize(
@@ -479,6 +485,8 @@ REFUSED = {("gpt2", "rope_layers"), ("gpt2", "qk_norm"), ("gptj", "qk_norm")}
         ("nope", {"attention_scale": {"factor": 1.1}}),
         ("drope", {"gate": {"type": "query"}, "share": "layer"}),
         ("nope", {"position_bias": {"type": "low_rank", "share": "kv_group"}}),
+        ("disentangled", {"rank": 2, "content": "identity", "share": "kv_group", "gate": {"type": "query"}}),
+        ("disentangled", {"rope_layers": [1], "share": "layer"}),
     ],
 )
 def test_settings_are_refused_when_planned_or_load_in_full(preset, settings, tmp_path):
@@ -486,8 +494,9 @@ def test_settings_are_refused_when_planned_or_load_in_full(preset, settings, tmp
     for family in FAMILIES:
         src, dst = tmp_path / family, tmp_path / f"{family}-out"
         write_source(src, family)
-        if any((family, name) in REFUSED for name in settings):
-            with pytest.raises(ValueError, match=next(iter(settings))):
+        refused = [REFUSED[family, name] for name in (*settings, preset) if (family, name) in REFUSED]
+        if refused:
+            with pytest.raises(ValueError, match=refused[0]):
                 plan_conversion(src, preset, overrides=settings)
             continue
         plan = plan_conversion(src, preset, overrides=settings)
