@@ -46,7 +46,7 @@ def test_shares_fit_any_run_start_at_one_and_end_final(shares, total):
     schedule = DroPESchedule(*shares)
     states = [schedule.at(step, total) for step in range(total + 1)]
     assert states[0].rope_scale == (1.0 if shares[0] else 0.0)
-    assert states[-1] == schedule.final() == ("finetune", 0.0, 0.1)
+    assert states[-1] == schedule.final() == ("finetune", 0.0, 0.1, None)
     assert all(a.rope_scale >= b.rope_scale and a.temperature >= b.temperature for a, b in pairwise(states))
     assert all((state.rope_scale > 0) == (state.stage == "warmup") for state in states)
 
@@ -70,7 +70,7 @@ def test_constant_temperature_never_moves():
 
 
 def test_a_run_of_no_steps_is_in_the_final_state():
-    assert DroPESchedule().at(0, 0) == ("finetune", 0.0, 0.1)
+    assert DroPESchedule().at(0, 0) == ("finetune", 0.0, 0.1, None)
 
 
 @pytest.mark.parametrize(
