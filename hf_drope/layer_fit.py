@@ -76,11 +76,12 @@ class LayerFit:
         self.position_bias: Any = layer.module.position_bias
         self.bias: Any = self.position_bias.bias
         self.windows, self.heads, self.length, _ = layer.query.shape
+        self.places = torch.arange(self.length, device=layer.query.device)
 
     def run(self, steps: int, learning_rate: float) -> LayerReport:
         block = min(ROWS, self.length)
         spread = torch.linspace(0, self.length - block, _BLOCKS).long().tolist()
-        samples = [(window, torch.arange(start, start + block)) for window in range(self.windows) for start in spread]
+        samples = [(window, self.places[start : start + block]) for window in range(self.windows) for start in spread]
         r2 = self._start(samples)
         held = [self._sample(window, self._random_rows()) for window in range(min(self.windows, 4))]
         dropped = sum(self._divergence(s, self._plain(s)) for s in held) / len(held)
@@ -93,20 +94,20 @@ class LayerFit:
     # Samples and scores.
 
     def _random_rows(self) -> Tensor:
-        return torch.randperm(self.length, generator=self.generator)[:ROWS].sort().values
+        # Chosen on the CPU, so that every device takes the same queries.
+        return torch.randperm(self.length, generator=self.generator)[:ROWS].sort().values.to(self.places.device)
 
     def _sample(self, window: int, rows: Tensor) -> _Sample:
         layer = self.layer
         query, key = layer.query[window][:, rows], layer.key[window]
-        visible = torch.arange(self.length) <= rows[:, None]
+        visible = self.places <= rows[:, None]
         if layer.mask is not None:
             mask = layer.mask[min(window, len(layer.mask) - 1), 0, rows]
             visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
         if self.target is not None:
             target = _products(self.target[0][window][:, rows], self.target[1][window])
         else:
-            place = torch.arange(self.length)
-            target = _products(_rotate(query, rows, self.pairs), _rotate(key, place, self.pairs))
+            target = _products(_rotate(query, rows, self.pairs), _rotate(key, self.places, self.pairs))
         target = (target * layer.scaling).masked_fill(~visible, _HIDDEN)
         hidden = None if layer.hidden_states is None else layer.hidden_states[window : window + 1, rows]
         return _Sample(query, key, rows, visible, hidden, target)
@@ -122,7 +123,7 @@ class LayerFit:
         """The layer's own scores of a sample, bias included: (heads, n, keys)."""
         scaling = self.layer.scaling
         if isinstance(self.bias, DisentangledBias):
-            offset = sample.rows - torch.arange(len(sample.rows))
+            offset = sample.rows - self.places[: len(sample.rows)]
             query, key = sample.query[None], sample.key[None]
             if self.position_bias.reads_scores or self.bias.is_dense:
                 content = self.bias.content_scores(query, key, offset)[0] * scaling
@@ -135,8 +136,8 @@ class LayerFit:
                 scores = _products(wide_query[0], wide_key[0]) * scaling
         else:
             plain = _products(sample.query, sample.key) * scaling
-            values = self.bias.values(-torch.arange(self.length))
-            distance = (sample.rows[:, None] - torch.arange(self.length)).clamp(min=0)
+            values = self.bias.values(-self.places)
+            distance = (sample.rows[:, None] - self.places).clamp(min=0)
             factor = self._gate(sample, plain)
             added = values[:, distance]
             scores = plain + (added if factor is None else factor * added)
@@ -218,10 +219,9 @@ class LayerFit:
         """
         bias = self.bias
         mu_q, mu_k = bias.means()
-        frequencies = torch.tensor(self.pairs.frequencies) if self.pairs else bias.frequencies
-        angle = torch.arange(self.length)[:, None] * frequencies
+        angle = self.places[:, None] * torch.tensor(bias.source.frequencies, device=self.places.device)
         turns = torch.cat([angle.cos(), angle.sin(), torch.ones_like(angle)], -1)
-        cos_sum = sin_sum = weight_sum = torch.zeros(())
+        cos_sum = sin_sum = weight_sum = self.layer.query.new_zeros(())
         for window, rows in samples:
             sample = self._sample(window, rows)
             weight = sample.target.softmax(-1)
@@ -244,7 +244,7 @@ class LayerFit:
         (q1, q2), (k1, k2) = (_halves(mean, self.pairs) for mean in (query_mean, key_mean))
         scale = self.layer.scaling * self.pairs.amplitude**2 / self._mean_gate(samples)
         alpha, beta = (q1 * k1 + q2 * k2) * scale, (q2 * k1 - q1 * k2) * scale
-        frequencies = torch.tensor(self.pairs.frequencies)
+        frequencies = torch.tensor(self.pairs.frequencies, device=alpha.device)
         count = min(self.bias.alpha.shape[-1], len(frequencies))
         # A pair that hardly turns within the window adds a constant, which softmax cancels.
         moved = (alpha**2 + beta**2).sum(0) * (self.length * frequencies).clamp(max=1.0) ** 2
@@ -258,17 +258,17 @@ class LayerFit:
         """Mean gate by head (heads, 1), over attended keys; 1 without a gate."""
         if self.position_bias.gate is None:
             return 1.0
-        total = torch.zeros(self.heads, 1)
+        total = self.layer.query.new_zeros(self.heads, 1)
         for window, rows in samples:
             sample = self._sample(window, rows)
             factor = self._gate(sample, self._plain(sample)).expand(self.heads, len(rows), -1)
-            weight = sample.target.softmax(-1) if factor.shape[-1] > 1 else torch.ones(1)
+            weight = sample.target.softmax(-1) if factor.shape[-1] > 1 else total.new_ones(1)
             total += (factor * weight).sum(-1).mean(-1, keepdim=True)
         return (total / len(samples)).clamp(min=1e-3)
 
     def _start_by_distance(self, samples: list[tuple[int, Tensor]]) -> float:
         """Weighted least squares on what the source's encoding adds to the scores; the weighted R² of the bias's form."""
-        above, below, square, count = (torch.zeros(self.heads, self.length) for _ in range(4))
+        above, below = (self.layer.query.new_zeros(self.heads, self.length) for _ in range(2))
         for window, rows in samples:
             sample = self._sample(window, rows)
             plain = self._plain(sample)
@@ -278,15 +278,10 @@ class LayerFit:
             # A row's constant is cancelled by softmax.
             added = added - (weight * added).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
             factor = self._gate(sample, plain)
-            factor = torch.ones(1) if factor is None else factor
-            distance = (rows[:, None] - torch.arange(self.length)).clamp(min=0).flatten().expand(self.heads, -1)
-            for total, part in (
-                (above, weight * factor * added),
-                (below, weight * factor**2),
-                (square, weight * added**2),
-            ):
+            factor = above.new_ones(1) if factor is None else factor
+            distance = (rows[:, None] - self.places).clamp(min=0).flatten().expand(self.heads, -1)
+            for total, part in ((above, weight * factor * added), (below, weight * factor**2)):
                 total.scatter_add_(1, distance, part.expand_as(added).flatten(1))
-            count.scatter_add_(1, distance, sample.visible.float().flatten().expand(self.heads, -1))
         return fit_by_distance(self.bias, above, below)
 
 
@@ -305,7 +300,7 @@ def _halves(x: Tensor, pairs: Any) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, position: Tensor, pairs: Any) -> Tensor:
     """The source's rotation of (heads, n, head_dim); the order of the channels does not matter for a dot product."""
-    angle = position[:, None] * torch.tensor(pairs.frequencies)
+    angle = position[:, None] * torch.tensor(pairs.frequencies, device=position.device)
     cos, sin = angle.cos() * pairs.amplitude, angle.sin() * pairs.amplitude
     first, second = _halves(x, pairs)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * len(pairs.frequencies) :]], -1)
@@ -332,7 +327,7 @@ def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:
     """
     above, below = (_share(part.double(), bias.num_groups, torch.sum) for part in (above, below))
     value = torch.where(below > 0, above / below.clamp(min=1e-30), 0.0)
-    distance = torch.arange(above.shape[1], dtype=torch.float64)
+    distance = torch.arange(above.shape[1], dtype=torch.float64, device=above.device)
     with torch.no_grad():
         if isinstance(bias, TableBias):
             _fit_table(bias, above, below)
@@ -348,7 +343,7 @@ def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:
             alpha, beta = solution.float().chunk(2, -1)
             bias.alpha.copy_(alpha)
             bias.beta.copy_(beta)
-        got = bias.group_values(-torch.arange(above.shape[1])).double()
+        got = bias.group_values(-distance.long()).double()
     return _r_squared(got, value, below)
 
 
@@ -368,27 +363,27 @@ def _least_squares(basis: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor
     gram = centred.transpose(1, 2) @ (weight[..., None] * centred)
     # Slow frequencies are nearly constant within the window: without a ridge their coefficients would explode.
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp(min=1e-30)
-    gram = gram + 1e-6 * size * torch.eye(gram.shape[-1], dtype=gram.dtype)
+    gram = gram + 1e-6 * size * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     solution = torch.linalg.solve(gram, centred.transpose(1, 2) @ (weight * wanted)[..., None])[..., 0]
     error = (weight * (wanted - (centred @ solution[..., None])[..., 0]) ** 2).sum(-1)
     return solution, error
 
 
 def _fit_table(bias: TableBias, above: Tensor, below: Tensor) -> None:
-    rows = bias.rows(-torch.arange(above.shape[1]))
-    table = torch.zeros(bias.num_groups, len(bias.weight), dtype=torch.float64)
+    rows = bias.rows(-torch.arange(above.shape[1], device=above.device))
+    table = above.new_zeros(bias.num_groups, len(bias.weight))
     weight = table.index_add(1, rows, below)
     table = table.index_add(1, rows, above) / weight.clamp(min=1e-30)
     seen = (weight > 0).any(0)
     known = seen.nonzero()[:, 0]
     # A distance that no window reaches is as far as the nearest that one does.
-    nearest = (torch.arange(len(seen))[:, None] - known).abs().argmin(-1)
-    backward = torch.unique(bias.rows(-torch.arange(max(bias.max_distance, above.shape[1]))))
+    nearest = (torch.arange(len(seen), device=known.device)[:, None] - known).abs().argmin(-1)
+    backward = torch.unique(bias.rows(-torch.arange(max(bias.max_distance, above.shape[1]), device=known.device)))
     bias.weight[backward] = table[:, known[nearest]].T[backward].float()
 
 
 def _fit_log(bias: LogBias, distance: Tensor, value: Tensor, weight: Tensor) -> None:
-    best = torch.full((bias.num_groups,), math.inf, dtype=torch.float64)
+    best = torch.full((bias.num_groups,), math.inf, dtype=torch.float64, device=value.device)
     for slope in _LOG_SLOPES:
         basis = bias.sign * torch.log1p(slope * distance)[None, :, None].expand(bias.num_groups, -1, -1)
         solution, error = _least_squares(basis, value, weight)

@@ -107,6 +107,8 @@ def verify_checkpoint(
         ("fp32 position parameters", run.keeps_fp32),
         ("load without hf_drope", run.loads_elsewhere),
     ]
+    if run.is_whole_rope_taken_apart():
+        steps.insert(3, ("source with RoPE back on the content", run.equals_source_with_content_rotated))
     with _quiet_transformers():
         for name, check in tqdm(steps, desc="verify", disable=None if progress else True, file=sys.stderr):
             report.checks.append(Check(name, *check()))
@@ -218,6 +220,33 @@ class _Run:
             converted.base_model.wpe.weight.data.copy_(table.weight.data)
         same = torch.equal(self.logits(source), self.logits(converted))
         return same, f"logits {'bit-equal' if same else 'differ'} in {str(source.dtype).removeprefix('torch.')}"
+
+    def is_whole_rope_taken_apart(self) -> bool:
+        """Whether the bias is a disentangled one that lacks nothing of RoPE but the rotation of the content term."""
+        bias = self.parameters.position_bias or {}
+        whole = {"rank": None, "position_scaling": None, "terms_scale": 1.0}
+        return (
+            bias.get("type") == "disentangled"
+            and len(bias["terms"]) == 3
+            and all(bias[name] == value for name, value in whole.items())
+            and self.parameters.gate is None
+            and self.parameters.window is None
+            and self.parameters.qk_norm is None
+            and self.parameters.attention_scale is None
+        )
+
+    def equals_source_with_content_rotated(self) -> tuple[bool, str]:
+        import torch
+
+        expected = self.logits(self.load(self.source, dtype=torch.float32))
+        before = self.model.config.drope_parameters["rope_scale"]
+        self.model.set_rope_scale(1.0)
+        try:
+            got = self.logits(self.model)
+        finally:
+            self.model.set_rope_scale(before)
+        difference = (got - expected).abs().max().item() / expected.abs().max().item()
+        return difference <= 1e-4, f"relative difference {difference:.1e}"
 
     def ignores_position_ids(self) -> tuple[bool, str]:
         import torch

@@ -1,0 +1,60 @@
+"""Supervised fine-tuning with TRL: LoRA on a converted and calibrated model, merged at the end.
+
+pip install trl datasets
+python examples/sft_lora.py MODEL OUT pairs.jsonl
+
+A line of pairs.jsonl: {"prompt": "The capital of France is", "completion": " Paris."}
+"""
+
+import argparse
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import hf_drope  # noqa: F401  (registers the converted model types)
+from hf_drope.training import PositionGroupsMixin, lora_config
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", metavar="MODEL", help="a converted checkpoint folder")
+parser.add_argument("out", metavar="OUT", help="a folder for checkpoints and the merged model")
+parser.add_argument("data", metavar="FILE", help=".jsonl with prompt and completion")
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--length", type=int, default=512, help="tokens at which a pair is cut")
+parser.add_argument("--rank", type=int, default=16)
+parser.add_argument("--learning-rate", type=float, default=2e-4)
+options = parser.parse_args()
+
+
+class DroPESFTTrainer(PositionGroupsMixin, SFTTrainer):
+    """TRL's trainer with a learning rate of their own for the position parameters."""
+
+
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
+trainer = DroPESFTTrainer(
+    model=model,
+    args=SFTConfig(
+        output_dir=f"{options.out}/training",
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, options.steps // 20),
+        max_length=options.length,
+        # Packed pairs would be told apart by position ids, of which a dropped position encoding takes no notice.
+        packing=False,
+        bf16=torch.cuda.is_available(),
+        report_to=[],
+    ),
+    train_dataset=Dataset.from_json(options.data),
+    processing_class=tokenizer,
+    peft_config=lora_config(model, options.rank),
+)
+trainer.train()
+merged = trainer.model.merge_and_unload()
+merged.save_pretrained(f"{options.out}/merged")
+tokenizer.save_pretrained(f"{options.out}/merged")
+print(f"merged model in {options.out}/merged")

@@ -1,0 +1,133 @@
+"""The examples as their readers run them: scripts in processes of their own, on a tiny checkpoint and a little text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import BLOCK, logits, run_python, write_source
+from safetensors.torch import load_file
+from tiny import VOCAB, random_ids
+from transformers import AutoModelForCausalLM
+
+from hf_drope import calibrate_checkpoint, convert_checkpoint, plan_conversion
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+START = "import runpy, sys, torch; torch.set_num_threads(1); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+LOAD = (
+    BLOCK
+    + """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, expected = sys.argv[1:]
+model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+ids = torch.load(expected)["ids"]
+with torch.no_grad():
+    torch.testing.assert_close(model.eval()(ids).logits, torch.load(expected)["logits"], atol=1e-5, rtol=1e-5)
+assert AutoTokenizer.from_pretrained(folder)("w3 w4")["input_ids"] == [3, 4]
+assert "hf_drope" not in sys.modules
+"""
+)
+
+
+def run_example(name: str, *arguments: Any, cwd: Path) -> str:
+    home = {"HF_HOME": str(cwd / "home"), "PYTHONPATH": str(EXAMPLES.parent), "PYTHONWARNINGS": "ignore"}
+    done = run_python(START, EXAMPLES / name, *arguments, cwd=cwd, **home)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def loads_without_the_package(folder: Path, cwd: Path) -> None:
+    """Also with the logits that the folder has here."""
+    ids = random_ids(1, 9)
+    torch.save({"ids": ids, "logits": logits(AutoModelForCausalLM.from_pretrained(folder).eval(), ids)}, cwd / "it.pt")
+    done = run_python(LOAD, folder, cwd / "it.pt", cwd=cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def write_words(path: Path, count: int, seed: int) -> Path:
+    """Each word is one of three that may follow the one before, so there is something to learn."""
+    generator, word, words = random.Random(seed), 3, []
+    for _ in range(count):
+        words.append(f"w{word}")
+        word = 3 + (word * 7 + generator.randrange(3)) % (VOCAB - 3)
+    path.write_text(" ".join(words))
+    return path
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_source(folder / "src")
+    text = write_words(folder / "text.txt", 600, seed=1)
+    convert_checkpoint(plan_conversion(folder / "src", "disentangled"), folder / "converted", progress=False)
+    calibrate_checkpoint(folder / "converted", folder / "src", [text], tokens=128, length=16, steps=2, progress=False)
+    return folder
+
+
+def test_a_model_from_scratch_prints_its_loss(tmp_path):
+    out = run_example("from_scratch.py", cwd=tmp_path)
+    loss = re.search(r"loss past the table's 64 distances: ([\d.]+)", out)
+    assert loss is not None, out
+    assert 3 < float(loss.group(1)) < 8
+
+
+def test_the_trainer_converts_calibrates_and_distills(calibrated, tmp_path):
+    out = run_example(
+        "train_with_trainer.py",
+        *(calibrated / "src", tmp_path / "out", calibrated / "text.txt"),
+        *("--steps", 4, "--length", 16, "--tokens", 128),
+        cwd=tmp_path,
+    )
+    assert "calibrated disentangled in 2 layers on 8 × 16 tokens" in out
+    assert (tmp_path / "out/convergence.png").stat().st_size > 10_000
+    lines = [json.loads(line) for line in (tmp_path / "out/training/metrics.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "loss" in line]
+    assert [row["tokens"] for row in rows] == [64, 128, 192, 256]
+    assert all(row["distill/kl"] > 0 and row["drope/rope_scale"] == 0.0 for row in rows)
+    loads_without_the_package(tmp_path / "out/recalibrated", tmp_path)
+
+
+def test_lora_with_trl_is_merged_to_a_folder_that_loads(calibrated, tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    pairs = [{"prompt": f"w{n} w{n + 1} w{n + 2}", "completion": f" w{n + 3} w{n + 4}"} for n in range(3, 15)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = ("--steps", 3, "--length", 16, "--rank", 2, "--learning-rate", "1e-2")
+    out = run_example(
+        *("sft_lora.py", calibrated / "converted", tmp_path / "out", tmp_path / "pairs.jsonl", *settings), cwd=tmp_path
+    )
+    assert f"merged model in {tmp_path / 'out'}/merged" in out
+    before, after = (load_file(f / "model.safetensors") for f in (calibrated / "converted", tmp_path / "out/merged"))
+    position = load_file(calibrated / "converted/model-position.safetensors") if "lm_head.weight" in before else {}
+    before |= position
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[3] for name in moved} == {"self_attn"}
+    assert any("position_bias" in name for name in moved)
+    assert any("q_proj" in name for name in moved)
+    loads_without_the_package(tmp_path / "out/merged", tmp_path)
+
+
+def test_position_parameters_alone_adapt_to_a_domain(calibrated, tmp_path):
+    train, held_out = (write_words(tmp_path / f"{n}.txt", 700, seed=n) for n in (2, 3))
+    out = run_example(
+        *("domain_adaptation.py", calibrated / "converted", tmp_path / "out", "--train", train, "--held-out", held_out),
+        *("--steps", 6, "--length", 16, "--learning-rate", "0.05"),
+        cwd=tmp_path,
+    )
+    found = re.search(r"held-out perplexity: ([\d.]+) before, ([\d.]+) after", out)
+    assert found is not None, out
+    assert float(found.group(2)) < float(found.group(1))
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (calibrated / "converted", tmp_path / "out")]
+    before, after = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(before[name], after[name]) for name in before if "position_bias" not in name)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    loads_without_the_package(tmp_path / "out", tmp_path)
