@@ -406,15 +406,16 @@ def _time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16:
 
 def _describe(plan: dict[str, Any]) -> str:
     minutes = plan["estimated_seconds"] / 60
+    steady = plan["calibrated"] and len(plan["stages"]) == 1
     lines = [
         f"plan for {plan['model']} ({'calibrated' if plan['calibrated'] else 'not calibrated'}):",
         f"  {plan['tokens']} tokens in {plan['steps']} steps, learning rate {plan['learning_rate']:g}, training {plan['train']}",
-        *(f"  {stage}" for stage in plan["stages"]),
+        *(f"  {stage}" for stage in plan["stages"] if not steady),
         f"  distillation: weight {plan['distill']:g}" if plan["distill"] else "  no distillation",
         f"  about {plan['memory_gb']} GB without activations, about {minutes:.1f} minutes here"
         + (", bf16" if plan["bf16"] else ""),
     ]
-    if plan["calibrated"] and len(plan["stages"]) == 1:
+    if steady:
         lines.insert(2, "  nothing fades: a calibrated start needs no warm-up")
     return "\n".join(lines)
 
