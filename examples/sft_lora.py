@@ -44,7 +44,7 @@ trainer = DroPESFTTrainer(
         lr_scheduler_type="cosine",
         logging_steps=max(1, options.steps // 20),
         max_length=options.length,
-        # Packed pairs would be told apart by position ids, of which a dropped position encoding takes no notice.
+        # TRL packs for flash attention, which has no room for a position bias.
         packing=False,
         bf16=torch.cuda.is_available(),
         report_to=[],

@@ -25,13 +25,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 
 from hf_drope import Distillation, DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate
-from hf_drope.training import lora_config, train_attention_and_position
+from hf_drope.training import freeze_all_but_position, lora_config, train_attention_and_position
 
 HELD_OUT = ("Persuasion", "1981-Carter-1")
 OTHER_KIND = ("Moby-Dick", "King James Bible")
 NOT_FOR_TRAINING = {*HELD_OUT, "EMMA", "2026-Trump-1"}
 WINDOWS = {512: 4, 2048: 2}
 BATCH, LENGTH = 4, 512
+STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
 
 
 class Experiment:
@@ -59,27 +60,31 @@ class Experiment:
         print("  " + calibrate(model, None, self.calibration, steps=steps, progress=False).describe(), flush=True)
         return model
 
-    def train(self, model: Any, tokens: int, schedule: DroPESchedule | None = None, distill: float = 0.0, **rates: Any) -> Any:
+    def train(
+        self, model: Any, tokens: int, schedule: DroPESchedule | None = None, distill: float = 0.0, **rates: Any
+    ) -> Any:
         """Attention projections and position parameters, or adapters; the same batches in the same order for every model."""
         trained, teacher = model, None
         if rates.pop("lora_rank", None):
             from peft import get_peft_model
 
             trained = get_peft_model(model, lora_config(model, 16))
+        elif rates.pop("position_only", False):
+            freeze_all_but_position(model)
         elif hasattr(model, "set_rope_scale"):
             train_attention_and_position(model)
         else:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("self_attn" in name)
         if distill:
-            teacher = Distillation(teacher="self" if trained is not model else self.rope(), weight=distill)
+            teacher = Distillation("self" if trained is not model else self.rope(), weight=distill, top_k=64)
         arguments = TrainingArguments(
             output_dir=str(self.out / "trainer"),
             max_steps=round(tokens / (BATCH * LENGTH)),
             per_device_train_batch_size=BATCH,
             learning_rate=rates.get("learning_rate", 1e-4),
             lr_scheduler_type="cosine",
-            warmup_steps=5,
+            warmup_steps=rates.get("warmup_steps", 5),
             logging_steps=10,
             save_strategy="no",
             bf16=True,
@@ -95,6 +100,7 @@ class Experiment:
             callbacks=[DroPECallback(schedule)] if schedule else [],
             position_learning_rate=rates.get("position_learning_rate", 10 * arguments.learning_rate),
             distill=teacher,
+            position_prediction=rates.get("position_prediction", 0.0),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -130,7 +136,6 @@ class Experiment:
 
 def states(run: Experiment) -> dict[str, Callable[[], Any]]:
     low_rank = {"position_bias": {"type": "low_rank", "rank": 64, "max_distance": 8192}}
-    steady = DroPESchedule(warmup=0, transition=0, temperature_curve="constant", initial_temperature=1.0)
     fade = DroPESchedule(warmup=0, transition=0.7, fade_terms=True)
     rows: dict[str, Callable[[], Any]] = {
         "RoPE": run.rope,
@@ -141,11 +146,13 @@ def states(run: Experiment) -> dict[str, Callable[[], Any]]:
         "drope (score gate), refined": lambda: run.calibrated("drope", 32),
         "RoPE, 35k tokens": lambda: run.train(run.rope(), 35_000),
         "RoPE, 100k tokens": lambda: run.train(run.rope(), 100_000),
-        "disentangled, 35k tokens": lambda: run.train(run.calibrated("disentangled", 32), 35_000, steady),
-        "disentangled, 100k tokens": lambda: run.train(run.calibrated("disentangled", 32), 100_000, steady),
-        "low rank 64, 100k tokens": lambda: run.train(run.calibrated("nope", 32, **low_rank), 100_000, steady, learning_rate=3e-4),
+        "disentangled, 35k tokens": lambda: run.train(run.calibrated("disentangled", 32), 35_000, STEADY),
+        "disentangled, 100k tokens": lambda: run.train(run.calibrated("disentangled", 32), 100_000, STEADY),
+        "low rank 64, 100k tokens": lambda: run.train(
+            run.calibrated("nope", 32, **low_rank), 100_000, STEADY, learning_rate=3e-4
+        ),
         "disentangled, LoRA 16, 100k tokens": lambda: run.train(
-            run.calibrated("disentangled", 32), 100_000, steady, lora_rank=16, learning_rate=5e-4
+            run.calibrated("disentangled", 32), 100_000, STEADY, lora_rank=16, learning_rate=5e-4
         ),
     }
     for tokens in (100_000, 500_000):
@@ -155,19 +162,47 @@ def states(run: Experiment) -> dict[str, Callable[[], Any]]:
     return rows
 
 
+def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
+    """What helps after a calibrated start: each part of the schedule alone, 35k tokens."""
+
+    def trained(schedule: DroPESchedule = STEADY, rope_fade: str = "angle", **rates: Any) -> Callable[[], Any]:
+        return lambda: run.train(run.calibrated("disentangled", 32, rope_fade=rope_fade), 35_000, schedule, **rates)
+
+    fading = DroPESchedule(warmup=0.3, transition=0)
+    cooled = DroPESchedule(warmup=0, transition=0.3)
+    return {
+        "content term as it is (M = 1), closed form": lambda: run.calibrated("disentangled", 0, content="identity"),
+        "position parameters alone, distilled": trained(position_only=True, distill=1.0, position_learning_rate=1e-3),
+        "distilled, weight 0.5": trained(distill=0.5),
+        "one learning rate": trained(position_learning_rate=1e-4),
+        "no learning-rate warm-up": trained(warmup_steps=0),
+        **{
+            f"RoPE on the content fades, {fade}": trained(fading, rope_fade=fade)
+            for fade in ("angle", "blend", "frequency")
+        },
+        "position prediction, 0.1": trained(fading, position_prediction=0.1),
+        "score gate, T = 1": lambda: run.train(run.calibrated("drope", 32), 35_000, STEADY, learning_rate=3e-4),
+        "score gate, T falls to 0.1": lambda: run.train(
+            run.calibrated("drope", 32), 35_000, cooled, learning_rate=3e-4
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
     parser.add_argument("corpus")
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", metavar="STATE", help="states to measure, by the beginning of their names")
+    parser.add_argument("--ablations", action="store_true", help="the parts of the schedule instead of the main table")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     run = Experiment(arguments.source, arguments.corpus, arguments.out)
-    for name, make in states(run).items():
+    table = ablations(run) if arguments.ablations else states(run)
+    for name, make in table.items():
         if arguments.only is None or name.startswith(tuple(arguments.only)):
             run.measure(name, make)
 

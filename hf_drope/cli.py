@@ -110,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--source", metavar="SRC", help="the source's folder, or stored top-k logits, for --distill")
     sub.add_argument("--distill-temperature", type=float, default=1.0, metavar="T", help="(default: 1)")
-    sub.add_argument("--distill-top-k", type=int, metavar="K", help="compare the K likeliest tokens (default: all)")
+    sub.add_argument(
+        "--distill-top-k",
+        type=int,
+        default=64,
+        metavar="K",
+        help="compare the K likeliest tokens (default: 64; 0 for all)",
+    )
     sub.add_argument("--distill-hidden", type=float, default=0.0, metavar="W", help="weight of the attention outputs")
     sub.add_argument("--save-steps", type=int, help="steps between checkpoints (default: a tenth of the run)")
     sub.add_argument("--seed", type=int, default=0, help="(default: 0)")
@@ -273,7 +279,7 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
         lora_rank=arguments.lora_rank,
         distill=arguments.distill,
         distill_temperature=arguments.distill_temperature,
-        distill_top_k=arguments.distill_top_k,
+        distill_top_k=arguments.distill_top_k or None,
         distill_hidden=arguments.distill_hidden,
         source=arguments.source,
         resume=arguments.resume,

@@ -121,7 +121,7 @@ def recalibrate(
     lora_rank: int | None = None,
     distill: float = 0.0,
     distill_temperature: float = 1.0,
-    distill_top_k: int | None = None,
+    distill_top_k: int | None = 64,
     distill_hidden: float = 0.0,
     source: str | Path | None = None,
     resume: bool = False,
@@ -150,7 +150,8 @@ def recalibrate(
         lora_rank: train LoRA adapters of this rank; the result is the merged model.
         distill: weight, 0 to 1, of the divergence from the source's predictions in the loss; the rest is the ordinary loss.
             With `lora_rank` the source is this model with its adapters off and RoPE on, otherwise the one in `source`.
-        distill_temperature, distill_top_k, distill_hidden: see `Distillation`.
+        distill_temperature, distill_top_k, distill_hidden: see `Distillation`; of the teacher's predictions the 64 likeliest
+            tokens are compared, which spares its logits over the whole vocabulary while the model trains; None for all.
         source: the folder the model was converted from, or a folder that `TopKLogits.write` made of its predictions.
         resume: go on from the last complete checkpoint in `out`.
         schedule: default for a calibrated model: no stages, since it has nothing to fade. Default for another: RoPE fades in a

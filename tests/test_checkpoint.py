@@ -340,3 +340,134 @@ def test_a_folder_moved_aside_by_a_dead_run_comes_back(tmp_path):
     (tmp_path / ".out.old-1").mkdir()
     checkpoint.remove_leftovers(tmp_path / "out")
     assert names_in(tmp_path) == ["out"]
+
+
+def replaceable(folder: Path, shards: int = 1) -> dict[str, torch.Tensor]:
+    """A checkpoint of eight tensors in `shards` files."""
+    folder.mkdir()
+    torch.manual_seed(1)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+    tensors = {f"t{index}": (torch.randn(3, 4) * 9).to(dtypes[index % 4]) for index in range(8)}
+    if shards == 1:
+        save_file(tensors, folder / checkpoint.SAFE_WEIGHTS, metadata={"format": "pt"})
+        return tensors
+    weight_map = {name: f"model-{index % shards + 1:05}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({n: x for n, x in tensors.items() if weight_map[n] == file}, folder / file, metadata={"format": "pt"})
+    checkpoint.write_index(folder, weight_map, sum(x.nbytes for x in tensors.values()))
+    return tensors
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_only_the_named_tensors_are_replaced(shards, tmp_path):
+    tensors = replaceable(tmp_path / "x", shards)
+    before = files_in(tmp_path / "x")
+    new = {"t0": torch.full((3, 4), 0.5), "t3": torch.arange(12).view(3, 4)}
+    checkpoint.replace_tensors(tmp_path / "x", new)
+    assert_same(loaded(tmp_path / "x"), {**tensors, **new})
+    after = files_in(tmp_path / "x")
+    # t0 and t3 are both in the first shard of three.
+    assert {name for name in before if before[name] != after[name]} == {sorted(before)[0]}
+    assert set(after) == set(before)
+    for path in (tmp_path / "x").glob("*.safetensors"):
+        with safe_open(path, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+def test_tensors_in_several_shards_are_replaced_in_each(tmp_path):
+    tensors = replaceable(tmp_path / "x", 3)
+    new = {name: torch.zeros_like(tensors[name]) for name in ("t0", "t1", "t2")}
+    checkpoint.replace_tensors(tmp_path / "x", new)
+    assert_same(loaded(tmp_path / "x"), {**tensors, **new})
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {"t0": torch.zeros(3, 4), "t1": torch.zeros(4, 3)},
+        {"t0": torch.zeros(3, 4), "t1": torch.zeros(12)},
+        {"t0": torch.zeros(3, 4), "other": torch.zeros(3, 4)},
+    ],
+)
+def test_a_replacement_of_another_shape_or_name_is_refused_before_anything_is_written(new, tmp_path):
+    replaceable(tmp_path / "x", 3)
+    before = files_in(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=rf"^x holds no {list(new)[1]} of shape \[[\d, ]+\]\.$"):
+        checkpoint.replace_tensors(tmp_path / "x", new)
+    assert files_in(tmp_path / "x") == before
+
+
+def test_a_replacement_that_fails_leaves_no_part_behind(tmp_path, monkeypatch):
+    replaceable(tmp_path / "x")
+    before = files_in(tmp_path / "x")
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left")
+
+    for home, name in ((os, "replace"), (checkpoint, "_tensor_info")):
+        with monkeypatch.context() as patch:
+            patch.setattr(home, name, full)
+            with pytest.raises(OSError, match="no space left"):
+                checkpoint.replace_tensors(tmp_path / "x", {"t0": torch.zeros(3, 4)})
+        assert files_in(tmp_path / "x") == before
+
+
+def print_of(tensors: dict[str, torch.Tensor], folder: Path, names: Any = None) -> str:
+    folder.mkdir()
+    save_file(tensors, folder / checkpoint.SAFE_WEIGHTS)
+    return checkpoint.fingerprint(checkpoint.read_checkpoint(folder), names)
+
+
+def test_fingerprint_changes_with_the_first_middle_and_last_bytes_and_with_names_shapes_and_dtypes(tmp_path):
+    size = 5 * checkpoint._SAMPLE
+    tensors = {"a": torch.zeros(size, dtype=torch.uint8), "b": torch.ones(2, 3)}
+    whole = print_of(tensors, tmp_path / "whole")
+    assert print_of({name: x.clone() for name, x in tensors.items()}, tmp_path / "same") == whole
+    sample = checkpoint._SAMPLE
+    for place in (
+        0,
+        sample - 1,
+        size // 2 - sample // 2,
+        size // 2,
+        size // 2 + sample // 2 - 1,
+        size - sample,
+        size - 1,
+    ):
+        changed = tensors["a"].clone()
+        changed[place] = 1
+        assert print_of({**tensors, "a": changed}, tmp_path / str(place)) != whole, place
+    small = tensors["b"].clone()
+    small[1, 2] = 1.0000001
+    for number, other in enumerate(
+        (
+            {**tensors, "b": small},
+            {**tensors, "b": tensors["b"].view(3, 2)},
+            {**tensors, "b": tensors["b"].view(torch.int32)},
+            {"a": tensors["a"], "c": tensors["b"]},
+            {"b": tensors["b"]},
+            {**tensors, "c": tensors["b"].clone()},
+        )
+    ):
+        assert print_of(other, tmp_path / f"other{number}") != whole, number
+
+
+def test_fingerprint_of_some_names_does_not_depend_on_the_rest_or_on_the_shards(tmp_path):
+    tensors = replaceable(tmp_path / "one")
+    replaceable(tmp_path / "three", 3)
+    one, three = (checkpoint.read_checkpoint(tmp_path / name) for name in ("one", "three"))
+    assert checkpoint.fingerprint(one) == checkpoint.fingerprint(three)
+    some = ["t1", "t5"]
+    expected = print_of({name: tensors[name] for name in some}, tmp_path / "some")
+    assert checkpoint.fingerprint(one, some) == checkpoint.fingerprint(three, reversed(some)) == expected
+    checkpoint.replace_tensors(tmp_path / "three", {"t0": torch.zeros(3, 4)})
+    again = checkpoint.read_checkpoint(tmp_path / "three")
+    assert checkpoint.fingerprint(again, some) == expected
+    assert checkpoint.fingerprint(again) != checkpoint.fingerprint(one)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from checkpoints import tiny_tokenizer
 
 from hf_drope import text
-from hf_drope.text import PackedText, read_documents
+from hf_drope.text import PackedText, read_documents, text_windows
 
 
 def words(first: int, count: int) -> str:
@@ -79,3 +80,77 @@ def test_too_little_text_for_one_block_says_how_much_there_was(tmp_path):
         PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 1)
     with pytest.raises(ValueError, match="has 5 tokens, too few for one sequence of 8"):
         PackedText([tmp_path / "a.txt"], tiny_tokenizer(), 8)
+
+
+def numbers(count: int, first: int = 0) -> str:
+    """Words of one length, so that places in the text are places among the tokens."""
+    return " ".join(f"w{10 + (first + index) % 80}" for index in range(count))
+
+
+def test_windows_are_taken_evenly_and_begin_at_words(tmp_path):
+    (tmp_path / "a.txt").write_text(numbers(400))
+    windows = text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 12, 5)
+    assert windows.shape == (5, 12)
+    tokens = [10 + index % 80 for index in range(400)]
+    for index, row in enumerate(windows.tolist()):
+        start = 80 * index
+        assert row in (tokens[start : start + 12], tokens[start + 1 : start + 13]), index
+    assert text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 12, 5).equal(windows)
+
+
+def test_a_window_never_begins_inside_a_word(tmp_path):
+    known = {f"w{index}" for index in range(3, 97)}
+    generator = random.Random(0)
+    text_file = tmp_path / "a.txt"
+    text_file.write_text("  ".join(f"w{generator.randrange(20, 97)}" for _ in range(300)))
+
+    class Words:
+        """Refuses all but whole words."""
+
+        def __call__(self, document, **arguments):
+            words = document.split()
+            assert set(words[:-1]) <= known
+            assert words[0] in known
+            return {"input_ids": [int(word[1:] or 0) for word in words]}
+
+    assert text_windows([text_file], Words(), 9, 7).shape == (7, 9)
+
+
+def test_windows_come_from_all_files_and_may_run_over_their_ends(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(["w10"] * 100))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": " ".join([f"w{x}"] * 50)}) for x in (20, 30)))
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    found = text_windows(files, tiny_tokenizer(), 20, 4)
+    assert found[:2].unique().tolist() == [10]
+    assert found[2:].unique().tolist() == [20, 30]
+    # One window over all of it crosses both ends.
+    assert text_windows(files, tiny_tokenizer(), 200, 1).unique(return_counts=True)[1].tolist() == [100, 50, 50]
+    assert text_windows(files[::-1], tiny_tokenizer(), 20, 4)[0].unique().tolist() == [20]
+
+
+def test_long_words_are_looked_at_as_far_as_it_takes(tmp_path):
+    """A few characters a token are a guess; a token of fifty is found all the same."""
+    (tmp_path / "a.txt").write_text(" ".join("x" * 50 for _ in range(60)))
+    assert text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 20, 2).tolist() == [[3] * 20] * 2
+
+
+def test_too_little_text_for_the_windows_says_how_much_there_was(tmp_path):
+    (tmp_path / "a.txt").write_text(numbers(50))
+    with pytest.raises(ValueError, match=r"^The text has 50 tokens, too few for 4 windows of 20\.$"):
+        text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 20, 4)
+    with pytest.raises(ValueError, match=r"too few for 1 windows of 51\."):
+        text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 51, 1)
+    assert text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 50, 1).shape == (1, 50)
+    with pytest.raises(ValueError, match="no text file"):
+        text_windows([tmp_path / "none.txt"], tiny_tokenizer(), 4, 1)
+
+
+class Characters:
+    def __call__(self, document, **arguments):
+        return {"input_ids": [ord(character) % 90 + 3 for character in document]}
+
+
+@pytest.mark.xfail(reason="a window that begins in a word without end is empty", strict=True)
+def test_text_without_spaces_has_windows_too(tmp_path):
+    (tmp_path / "a.txt").write_text("汉字之间没有空格" * 100, encoding="utf-8")
+    assert text_windows([tmp_path / "a.txt"], Characters(), 16, 4).shape == (4, 16)
