@@ -41,7 +41,7 @@ class Experiment:
         self.results_file = out / "results.json"
         self.results = json.loads(self.results_file.read_text()) if self.results_file.exists() else {}
         self.tokenizer = AutoTokenizer.from_pretrained(source)
-        documents = [json.loads(line) for line in Path(corpus).open(encoding="utf-8")]
+        documents = [json.loads(line) for line in Path(corpus).read_text(encoding="utf-8").split("\n") if line]
         self.text = {document["id"]: document["text"] for document in documents}
         chosen = [d for d in documents if d["source"] in ("austen", "sotu") and d["id"] not in NOT_FOR_TRAINING]
         ids = [self.tokens(document["text"]) for document in chosen]
