@@ -279,7 +279,7 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
         lora_rank=arguments.lora_rank,
         distill=arguments.distill,
         distill_temperature=arguments.distill_temperature,
-        distill_top_k=arguments.distill_top_k or None,
+        distill_top_k=arguments.distill_top_k,
         distill_hidden=arguments.distill_hidden,
         source=arguments.source,
         resume=arguments.resume,

@@ -211,7 +211,7 @@ def _hidden_error(student: list[Tensor], teacher: list[Tensor], targets: Tensor)
 
 
 class DistillationMixin:
-    """Adds distillation to a Trainer, for example `class MyTrainer(DistillationMixin, DroPETrainer)`.
+    """Adds distillation to a Trainer, for example `class MyTrainer(DistillationMixin, SFTTrainer)`.
 
     `loss` in the log is the whole loss, `distill/kl` the mean divergence a token since the last log, without T².
     Evaluation has the ordinary loss.
@@ -232,7 +232,7 @@ class DistillationMixin:
             trainer: Any = self
             if trainer.args.n_gpu > 1:
                 raise ValueError("Distillation cannot run on several GPUs from one process; start it with torchrun.")
-            _check_pair(trainer.model, distill)
+            check_teacher(trainer.model, distill)
             if isinstance(distill.teacher, nn.Module):
                 distill.teacher.requires_grad_(False).eval()
 
@@ -251,6 +251,11 @@ class DistillationMixin:
         with _attention_outputs(model, distill.hidden_weight > 0) as ours:
             kwargs |= {"return_outputs": True, "num_items_in_batch": num_items_in_batch}
             loss, outputs = ordinary(model, inputs, **kwargs)
+            if not outputs["logits"].requires_grad:
+                # TRL computes its loss without them and logits once more without a gradient.
+                ours.clear()
+                given = {name: value for name, value in inputs.items() if name not in _NOT_FOR_TEACHER}
+                outputs = model(**given)
         total = _divergence(outputs["logits"], expected, targets, distill.temperature, CHUNK)
         count = _count(targets).to(total)
         tally = torch.stack([total.detach(), count])
@@ -292,7 +297,8 @@ class DistillationMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-def _check_pair(student: Any, distill: Distillation) -> None:
+def check_teacher(student: Any, distill: Distillation) -> None:
+    """Raise ValueError where teacher and student do not fit, or "self" would train its own teacher."""
     teacher = student if isinstance(distill.teacher, str) else distill.teacher
     vocabulary = vocabulary_size(student)
     _checkvocabulary_size(vocabulary, vocabulary_size(teacher))

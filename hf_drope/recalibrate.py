@@ -1,6 +1,6 @@
 """`recalibrate`: a converted checkpoint folder trained through the staged schedule, with Transformers' own Trainer.
 
-What is not given is chosen for the model at hand (`_Recipe`) and told before the training begins.
+What is not given is chosen for the model at hand (`Recipe`) and told before the training begins.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,22 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .calibrate import load_tokenizer
 from .convert import RECORD, other_files, read_source
-from .distill import Distillation, TopKLogits
-from .record import METRICS_FILE, ConvergenceRecord, draw_record
+from .distill import Distillation, check_teacher
+from .recalibration_plan import (
+    CALIBRATED,
+    FROM_SCRATCH,
+    describe_plan,
+    disk_space,
+    fitting_schedule,
+    is_calibrated,
+    multiplies_bf16,
+    time_of_a_token,
+    training_memory,
+)
+from .record import METRICS_FILE, ConvergenceRecord, NonFiniteLossError, draw_record
 from .schedule import DroPESchedule, learning_rate_warmup_steps
 from .text import PackedText
+from .top_k_logits import TopKLogits
 from .training import (
     DroPECallback,
     DroPETrainer,
@@ -40,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Bytes: less than this left, and a failed write has its reason.
 _NEARLY_FULL = 1 << 20
+PICTURE = "convergence.png"
+_TOP_K = 64
 
 
 class _Progress(TrainerCallback):
@@ -73,38 +87,32 @@ class _Progress(TrainerCallback):
         self.bar.close()
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """The best known way to train a kind of model, measured on a 135M model (README)."""
-
-    tokens: int
-    learning_rate: float
-    train_only: str
-
-
-# After calibration little is left to learn; a model that was only dropped has everything to learn anew.
-_CALIBRATED = _Recipe(tokens=100_000, learning_rate=1e-4, train_only="attention")
-_FROM_SCRATCH = _Recipe(tokens=500_000, learning_rate=3e-4, train_only="attention")
-
-
 class _Trainer(DroPETrainer):
     """Says what is left when a checkpoint cannot be written."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        try:
+        folder = Path(str(self.args.output_dir))
+        with _full_disk_told(folder, folder / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            folder = Path(str(self.args.output_dir))
-            if shutil.disk_usage(folder).free > _NEARLY_FULL and "No space left" not in str(error):
-                raise
-            broken = folder / f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(broken, ignore_errors=True)
-            kept = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-            left = f"{kept[-1]} is the last good one" if kept else "there is none before it"
-            raise OSError(
-                f"The disk of {folder} is full: {broken.name} could not be written and was removed, {left}; "
-                "make room and go on with --resume."
-            ) from error
+
+
+@contextmanager
+def _full_disk_told(folder: Path, checkpoint: Path | None = None) -> Iterator[None]:
+    """A write that fails for want of space becomes one sentence; an incomplete `checkpoint` is removed."""
+    try:
+        yield
+    except NonFiniteLossError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if shutil.disk_usage(folder).free > _NEARLY_FULL and "No space left" not in str(error):
+            raise
+        what = "the result could not be written"
+        if checkpoint is not None:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            what = f"{checkpoint.name} could not be written and was removed"
+        found = _checkpoints(folder)
+        left = f"{found[max(found)]} is the last good one" if found else "there is none before it"
+        raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and go on with --resume.") from error
 
 
 def recalibrate(
@@ -121,7 +129,7 @@ def recalibrate(
     lora_rank: int | None = None,
     distill: float = 0.0,
     distill_temperature: float = 1.0,
-    distill_top_k: int | None = 64,
+    distill_top_k: int | None = None,
     distill_hidden: float = 0.0,
     source: str | Path | None = None,
     resume: bool = False,
@@ -150,8 +158,8 @@ def recalibrate(
         lora_rank: train LoRA adapters of this rank; the result is the merged model.
         distill: weight, 0 to 1, of the divergence from the source's predictions in the loss; the rest is the ordinary loss.
             With `lora_rank` the source is this model with its adapters off and RoPE on, otherwise the one in `source`.
-        distill_temperature, distill_top_k, distill_hidden: see `Distillation`; of the teacher's predictions the 64 likeliest
-            tokens are compared, which spares its logits over the whole vocabulary while the model trains; None for all.
+        distill_temperature, distill_top_k, distill_hidden: see `Distillation`; by default the 64 likeliest tokens are
+            compared, which spares the teacher's logits over the whole vocabulary while the model trains; 0 compares all.
         source: the folder the model was converted from, or a folder that `TopKLogits.write` made of its predictions.
         resume: go on from the last complete checkpoint in `out`.
         schedule: default for a calibrated model: no stages, since it has nothing to fade. Default for another: RoPE fades in a
@@ -180,7 +188,7 @@ def recalibrate(
     if not str(config.get("model_type", "")).endswith("_drope"):
         raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
     calibrated = is_calibrated(folder)
-    recipe = _CALIBRATED if calibrated else _FROM_SCRATCH
+    recipe = CALIBRATED if calibrated else FROM_SCRATCH
     if train_only is None:
         train_only = "all" if lora_rank is not None else recipe.train_only
     learning_rate = recipe.learning_rate if learning_rate is None else learning_rate
@@ -209,6 +217,12 @@ def recalibrate(
         raise ValueError(
             "Distillation needs the source as its teacher; give its folder (--source SRC), or train with LoRA."
         )
+    if source is not None and not distill:
+        raise ValueError(
+            f"source is {source} and distill is 0; give the weight of its predictions as well, or leave it out."
+        )
+    if not position_prediction >= 0:
+        raise ValueError(f"position_prediction is {position_prediction}; it has to be a number of at least 0.")
     target = Path(out)
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; choose another folder, or go on there with --resume.")
@@ -223,11 +237,15 @@ def recalibrate(
         per_step = batch_size * gradient_accumulation_steps
         max_steps = max(1, min(round(recipe.tokens / (per_step * sequence_length)), len(data) // per_step))
     last = _last_checkpoint(target, max_steps) if resume else None
+    if last is not None:
+        _check_learning_rate(last, learning_rate)
     transformers.set_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    schedule = _fitting_schedule(model, schedule, calibrated)
-    if max_steps > 0:
-        schedule.stage_ends(max_steps)
+    schedule = fitting_schedule(model, schedule, calibrated)
+    if max_steps > 0 and schedule.stage_ends(max_steps) == (0, 0) and position_prediction:
+        raise ValueError(
+            "position_prediction acts in the warm-up and the transition, and this run has neither; leave it out."
+        )
     _check_length(model, sequence_length)
     largest = int(data.blocks.max())
     if largest >= model.config.vocab_size:
@@ -243,14 +261,21 @@ def recalibrate(
         train_attention_and_position(trained)
     teaching = None
     if distill:
+        teacher = _teacher(source, model)
+        # What is stored is cut already, and a small vocabulary has no more.
+        cut = None if isinstance(teacher, TopKLogits) else min(_TOP_K, model.config.vocab_size)
+        top_k = cut if distill_top_k is None else (distill_top_k or None)
         teaching = Distillation(
-            teacher=_teacher(source, model),
+            teacher=teacher,
             temperature=distill_temperature,
             weight=distill,
-            top_k=distill_top_k,
+            top_k=top_k,
             hidden_weight=distill_hidden,
         )
-    bf16 = _multiplies_bf16() if bf16 is None else bf16
+        check_teacher(trained, teaching)
+        if isinstance(teacher, TopKLogits):
+            teacher.lookup(data[0]["input_ids"][None])
+    bf16 = multiplies_bf16() if bf16 is None else bf16
 
     started = time.monotonic()
     tokens_a_step = batch_size * gradient_accumulation_steps * sequence_length
@@ -283,19 +308,22 @@ def recalibrate(
         "learning_rate": learning_rate,
         "distill": distill,
         "bf16": bf16,
-        "memory_gb": round(_memory(trained, teaching, batch_size * sequence_length) / 1e9, 1),
+        "memory_gb": round(training_memory(trained, teaching, batch_size * sequence_length) / 1e9, 1),
     }
-    needed = _disk(trained, model)
+    needed = disk_space(trained, model)
     if announce is not None and max_steps > 0:
-        seconds = _time_of_a_token(trained, data, teaching, bf16) * tokens_a_step * max_steps / arguments.world_size
+        seconds = time_of_a_token(trained, data, teaching, bf16) * tokens_a_step * max_steps / arguments.world_size
         plan["estimated_seconds"] = round(seconds)
-        announce(_describe(plan))
+        announce(describe_plan(plan))
     if dry_run:
         return plan
-    target.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target).free
+    existing = next(path for path in (target.resolve(), *target.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(f"{target} has {free} bytes free, and this run's checkpoints need about {needed}; make room.")
+        raise ValueError(
+            f"{existing} has {free} bytes free, and this run's checkpoints need about {needed}; make room."
+        )
+    target.mkdir(parents=True, exist_ok=True)
     history: list[dict[str, Any]] = []
     if max_steps > 0:
         trainer = _Trainer(
@@ -322,9 +350,15 @@ def recalibrate(
             return {}
     if lora_rank is not None:
         model = trained.merge_and_unload()
-    _save(model, folder, target)
+    with _full_disk_told(target):
+        _save(model, folder, target)
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    picture = draw_record(target / METRICS_FILE, target / "convergence.png") if losses else None
+    picture = None
+    if losses:
+        try:
+            picture = draw_record(target / METRICS_FILE, target / PICTURE)
+        except (OSError, ValueError) as error:
+            logger.warning("There is no picture of the run: %s", error)
     return {
         "steps": max_steps,
         "tokens": max_steps * tokens_a_step,
@@ -334,14 +368,6 @@ def recalibrate(
         "out": str(target),
         "picture": None if picture is None else str(picture),
     }
-
-
-def is_calibrated(folder: Path) -> bool:
-    """Whether the position parameters of a converted checkpoint come from its source, by its conversion record."""
-    try:
-        return "calibration" in json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
 
 
 def _teacher(source: str | Path | None, model: Any) -> Any:
@@ -363,86 +389,6 @@ def _teacher(source: str | Path | None, model: Any) -> Any:
     return teacher
 
 
-def _multiplies_bf16() -> bool:
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-
-
-def _memory(model: Any, teaching: Distillation | None, tokens: int) -> float:
-    """Bytes of weights, gradients, AdamW's two moments, a second model, and the logits of a batch in fp32 with gradient."""
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    moving = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = 4 * weights + 12 * moving + 3 * 4 * tokens * model.config.vocab_size
-    if teaching is not None and isinstance(teaching.teacher, torch.nn.Module):
-        total += sum(p.numel() * p.element_size() for p in teaching.teacher.parameters())
-    return total
-
-
-def _disk(trained: Any, model: Any) -> int:
-    """Bytes of two checkpoints, one more while it is written, and the result."""
-    moving = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    saved = moving if trained is not model else weights
-    return 3 * (4 * saved + 8 * moving) + 4 * weights
-
-
-def _time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16: bool) -> float:
-    """Seconds of training a token takes here, from one sequence forward and backward, after one to warm up."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).train()
-    ids = data[0]["input_ids"][None].to(device)
-    with torch.random.fork_rng(), torch.autocast(device, torch.bfloat16, enabled=bf16):
-        for _ in range(2):
-            started = time.monotonic()
-            if teaching is not None and not isinstance(teaching.teacher, TopKLogits):
-                with torch.no_grad():
-                    (model if isinstance(teaching.teacher, str) else teaching.teacher.to(device))(ids)
-            model(ids, labels=ids).loss.backward()
-            if device == "cuda":
-                torch.cuda.synchronize()
-    model.zero_grad(set_to_none=True)
-    return (time.monotonic() - started) / ids.numel()
-
-
-def _describe(plan: dict[str, Any]) -> str:
-    minutes = plan["estimated_seconds"] / 60
-    steady = plan["calibrated"] and len(plan["stages"]) == 1
-    lines = [
-        f"plan for {plan['model']} ({'calibrated' if plan['calibrated'] else 'not calibrated'}):",
-        f"  {plan['tokens']} tokens in {plan['steps']} steps, learning rate {plan['learning_rate']:g}, training {plan['train']}",
-        *(f"  {stage}" for stage in plan["stages"] if not steady),
-        f"  distillation: weight {plan['distill']:g}" if plan["distill"] else "  no distillation",
-        f"  about {plan['memory_gb']} GB without activations, about {minutes:.1f} minutes here"
-        + (", bf16" if plan["bf16"] else ""),
-    ]
-    if steady:
-        lines.insert(2, "  nothing fades: a calibrated start needs no warm-up")
-    return "\n".join(lines)
-
-
-def _fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: bool) -> DroPESchedule:
-    """The given stages, checked against the model, or the default ones: a warm-up only where there is RoPE to fade."""
-    before = model.config.drope_parameters["rope_scale"]
-    if schedule is None and calibrated:
-        # The position parameters are right for this very temperature.
-        temperature = (model.config.drope_parameters["gate"] or {}).get("temperature", 1.0)
-        return DroPESchedule(
-            warmup=0,
-            transition=0,
-            temperature_curve="constant",
-            temperature_floor=min(temperature, 0.1),
-            initial_temperature=temperature,
-        )
-    if schedule is None:
-        # Bringing RoPE back into a model that has been trained without it would undo that training.
-        return DroPESchedule() if before > 0 else DroPESchedule(warmup=0)
-    if schedule.warmup:
-        model.set_rope_scale(1.0)
-        model.set_rope_scale(before)
-    return schedule
-
-
 def _check_length(model: Any, sequence_length: int) -> None:
     table = getattr(getattr(model.base_model, "wpe", None), "weight", None)
     if table is not None and sequence_length > len(table):
@@ -453,12 +399,7 @@ def _check_length(model: Any, sequence_length: int) -> None:
 
 def _last_checkpoint(folder: Path, max_steps: int) -> str:
     """The newest complete checkpoint; the Trainer writes `trainer_state.json` last, so a killed run's lacks it."""
-    found = {
-        int(step): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (step := path.name.removeprefix("checkpoint-")).isdigit() and path.name.startswith("checkpoint-")
-    }
-    for _, path in sorted(found.items(), reverse=True):
+    for _, path in sorted(_checkpoints(folder).items(), reverse=True):
         try:
             state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -472,6 +413,24 @@ def _last_checkpoint(folder: Path, max_steps: int) -> str:
     raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
 
 
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    return {
+        int(step): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (step := path.name.removeprefix("checkpoint-")).isdigit() and path.name.startswith("checkpoint-")
+    }
+
+
+def _check_learning_rate(checkpoint: str, learning_rate: float) -> None:
+    """A resumed run goes on with the rates in its scheduler, whatever it is told now."""
+    state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+    if learning_rate not in state["base_lrs"]:
+        raise ValueError(
+            f"learning_rate is {learning_rate:g}, but {checkpoint} belongs to a run with {state['base_lrs'][0]:g}; resume "
+            "with that, or begin a new run in another folder."
+        )
+
+
 def _finished_steps(checkpoint: str) -> int:
     return json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
 
@@ -481,5 +440,5 @@ def _save(model: Any, source: Path, target: Path) -> None:
     record = (RECORD,) if (source / RECORD).is_file() else ()
     for name in (*other_files(source), *record):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if name != METRICS_FILE:
+        if name not in (METRICS_FILE, PICTURE):
             shutil.copyfile(source / name, target / name)

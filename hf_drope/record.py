@@ -118,7 +118,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     """Draw the record of a run as a PNG, with a panel for each of these that was recorded:
 
         loss, eval_loss, eval_*_loss, distill/kl, drope/position_loss
-        drope/rope_scale and drope/temperature
+        drope/rope_scale, drope/temperature and drope/terms_scale
         drope/bias_norm
 
     over `tokens`, or over `step` where an entry has no tokens, with the stages shaded and named. It needs no display.
@@ -140,7 +140,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     evaluations = {key for entry in entries for key in entry if key.startswith("eval_") and key.endswith("loss")}
     candidates = {
         "loss": ["loss", *sorted(evaluations), "distill/kl", "drope/position_loss"],
-        "strength": ["drope/rope_scale", "drope/temperature"],
+        "strength": ["drope/rope_scale", "drope/temperature", "drope/terms_scale"],
         "bias norm": ["drope/bias_norm"],
     }
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -240,7 +240,7 @@ class FiniteLossMixin:
         folders = (Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{n}" for n in range(step, 0, -1))
         last = next((folder for folder in folders if (folder / TRAINER_STATE_NAME).is_file()), None)
         kept = f"the checkpoints up to {last} are kept" if last else "no checkpoint was saved before"
-        return f"nothing was saved after that, {kept}; try a learning rate below {trainer.args.learning_rate:g}."
+        return f"nothing was saved after that, {kept}; begin anew with a learning rate below {trainer.args.learning_rate:g}."
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

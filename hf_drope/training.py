@@ -195,7 +195,8 @@ class PositionGroupsMixin:
         return optimizer
 
 
-class DroPETrainer(FiniteLossMixin, DistillationMixin, PositionPredictionMixin, PositionGroupsMixin, Trainer):
+# Distillation inside: its weight is shared with the ordinary loss alone.
+class DroPETrainer(FiniteLossMixin, PositionPredictionMixin, DistillationMixin, PositionGroupsMixin, Trainer):
     """Transformers' Trainer with the mixins of this package; give it a `DroPECallback` for the staged schedule.
 
     Args:

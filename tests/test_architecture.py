@@ -25,6 +25,7 @@ FLOORS = [
     {"distill"},
     {"layer_fit"},
     {"calibrate", "training", "evaluate", "report", "export", "verify"},
+    {"recalibration_plan"},
     {"recalibrate"},
     {"demo"},
     {"cli"},

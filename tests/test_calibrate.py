@@ -344,7 +344,7 @@ def test_a_source_with_scaled_rotation_has_its_scale_in_the_content_as_well():
 
 
 def layer_0_states(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Un-rotated queries (windows, 4, length, 8) and keys (windows, 2, length, 8) by hooks on a stock llama or qwen3."""
+    """Un-rotated queries (windows, 4, length, 8) and keys (windows, 2, length, 8) by hooks on a stock model."""
     attention, seen = model.model.layers[0].self_attn, {}
     homes = ("q_norm", "k_norm") if hasattr(attention, "q_norm") else ("q_proj", "k_proj")
     hooks = [

@@ -141,9 +141,6 @@ def test_position_parameters_alone_adapt_to_a_domain(calibrated, tmp_path):
     loads_without_the_package(tmp_path / "out", tmp_path)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="TRL returns logits without a gradient, so the divergence teaches nothing, unsaid"
-)
 def test_distillation_composes_with_trl_or_is_refused(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 

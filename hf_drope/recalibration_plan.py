@@ -1,0 +1,122 @@
+"""What `recalibrate` does where it is not told: the recipe for a kind of model, and what a run will take."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .convert import RECORD
+from .distill import Distillation
+from .schedule import DroPESchedule
+from .top_k_logits import TopKLogits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The best known way to train a kind of model, measured on a 135M model (README)."""
+
+    tokens: int
+    learning_rate: float
+    train_only: str
+
+
+# After calibration little is left to learn; a model that was only dropped has everything to learn anew.
+CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, train_only="attention")
+FROM_SCRATCH = Recipe(tokens=500_000, learning_rate=3e-4, train_only="attention")
+
+
+def is_calibrated(folder: Path) -> bool:
+    """Whether the position parameters of a converted checkpoint come from its source, by its conversion record."""
+    try:
+        return "calibration" in json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: bool) -> DroPESchedule:
+    """The given stages, checked against the model, or the default ones: a warm-up only where there is RoPE to fade."""
+    before = model.config.drope_parameters["rope_scale"]
+    temperature = (model.config.drope_parameters["gate"] or {}).get("temperature", 1.0)
+    if schedule is None and calibrated:
+        # The position parameters are right for this very temperature.
+        return DroPESchedule(
+            warmup=0,
+            transition=0,
+            temperature_curve="constant",
+            temperature_floor=min(temperature, 0.1),
+            initial_temperature=temperature,
+        )
+    if schedule is None:
+        # Bringing RoPE back into a model that has been trained without it would undo that training.
+        return DroPESchedule(
+            warmup=0.3 if before > 0 else 0, temperature_floor=min(temperature, 0.1), initial_temperature=temperature
+        )
+    if schedule.fade_terms and (model.config.drope_parameters["position_bias"] or {}).get("type") != "disentangled":
+        raise ValueError("fade_terms fades the terms of a disentangled bias, which this model has not; leave it out.")
+    if schedule.warmup:
+        model.set_rope_scale(1.0)
+        model.set_rope_scale(before)
+    return schedule
+
+
+def multiplies_bf16() -> bool:
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+def training_memory(model: Any, teaching: Distillation | None, tokens: int) -> float:
+    """Bytes of weights, gradients, AdamW's two moments, a second model, and the logits of a batch in fp32 with gradient."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    moving = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = 4 * weights + 12 * moving + 3 * 4 * tokens * model.config.vocab_size
+    if teaching is not None and isinstance(teaching.teacher, torch.nn.Module):
+        total += sum(p.numel() * p.element_size() for p in teaching.teacher.parameters())
+    return total
+
+
+def disk_space(trained: Any, model: Any) -> int:
+    """Bytes of two checkpoints, one more while it is written, and the result."""
+    moving = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    saved = moving if trained is not model else weights
+    return 3 * (4 * saved + 8 * moving) + 4 * weights
+
+
+def time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16: bool) -> float:
+    """Seconds of training a token takes here, from one sequence forward and backward, after one to warm up."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).train()
+    ids = data[0]["input_ids"][None].to(device)
+    with torch.random.fork_rng(), torch.autocast(device, torch.bfloat16, enabled=bf16):
+        for _ in range(2):
+            started = time.monotonic()
+            if teaching is not None and not isinstance(teaching.teacher, TopKLogits):
+                with torch.no_grad():
+                    (model if isinstance(teaching.teacher, str) else teaching.teacher.to(device))(ids)
+            model(ids, labels=ids).loss.backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    return (time.monotonic() - started) / ids.numel()
+
+
+def describe_plan(plan: dict[str, Any]) -> str:
+    minutes = plan["estimated_seconds"] / 60
+    steady = plan["calibrated"] and len(plan["stages"]) == 1
+    lines = [
+        f"plan for {plan['model']} ({'calibrated' if plan['calibrated'] else 'not calibrated'}):",
+        f"  {plan['tokens']} tokens in {plan['steps']} steps, learning rate {plan['learning_rate']:g}, training {plan['train']}",
+        *(f"  {stage}" for stage in plan["stages"] if not steady),
+        f"  distillation: weight {plan['distill']:g}" if plan["distill"] else "  no distillation",
+        f"  about {plan['memory_gb']} GB without activations, about {minutes:.1f} minutes here"
+        + (", bf16" if plan["bf16"] else ""),
+    ]
+    if steady:
+        lines.insert(2, "  nothing fades: a calibrated start needs no warm-up")
+    return "\n".join(lines)
