@@ -295,7 +295,7 @@ def _attend(
     scaling = kwargs.pop("scaling", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if module.attention_scale is not None:
-        query = _scale_queries(module.attention_scale, query, key, attention_mask, offset)
+        query = scale_queries(module.attention_scale, query, key, attention_mask, offset)
     if module.window is not None:
         attention_mask = _window_mask(module, query, key, attention_mask, offset, kwargs)
     position_bias = module.position_bias
@@ -440,9 +440,10 @@ def _visible_keys(query: Tensor, key: Tensor, mask: Tensor | None, offset: int |
     return seen[:, :1].sum(-1, keepdim=True).float()
 
 
-def _scale_queries(
+def scale_queries(
     scale: dict[str, Any], query: Tensor, key: Tensor, mask: Tensor | None, offset: int | Tensor
 ) -> Tensor:
+    """Queries times the attention scale `check_scale` let through; arguments as an attention function gets them."""
     if "factor" in scale:
         return query * scale["factor"]
     length = scale["original_max_position_embeddings"]

@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import checkpoint
-from .attention_drope import rotary_pairs
+from .attention_drope import rotary_pairs, scale_queries
 from .configuration_drope import DroPEParameters
 from .convert import RECORD, read_source
 from .disentangled_bias import RotaryPairs
@@ -117,11 +117,22 @@ def calibrate(
     bar = tqdm(total=len(biases), desc="calibrate", unit="layer", file=sys.stderr, disable=None if progress else True)
 
     def observe(module: Any, query: Tensor, key: Tensor, mask: Any, position: Any, scaling: float | None) -> None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        hidden = None if position is None else position.hidden_states.float()
-        layer = LayerStates(module, query.float(), key.float(), mask, hidden, scaling)
-        target = targets.get(module.layer_idx)
-        fit = LayerFit(layer, pairs, target, torch.Generator().manual_seed(seed + module.layer_idx))
+        scaled = query
+        if module.attention_scale is not None:
+            scaled = scale_queries(module.attention_scale, query, key, mask, 0)
+        layer = LayerStates(
+            module=module,
+            query=scaled.float(),
+            key=key.float(),
+            source_query=query.float(),
+            mask=mask,
+            hidden_states=None if position is None else position.hidden_states.float(),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        )
+        # A layer of `rope_layers` is handed rotated states: what its source sees.
+        rotation = None if module.keeps_rope else pairs
+        target = (layer.source_query, layer.key) if module.keeps_rope else targets.get(module.layer_idx)
+        fit = LayerFit(layer, rotation, target, torch.Generator().manual_seed(seed + module.layer_idx))
         report.layers.append(fit.run(steps, learning_rate))
         bar.update()
 
@@ -176,13 +187,15 @@ def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tens
     config = model.config
     context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
     if isinstance(texts, Tensor):
-        if texts.dim() != 2 or texts.shape[1] < 2:
+        if texts.dim() != 2 or texts.shape[1] < 2 or len(texts) == 0:
             raise ValueError(f"texts has shape {tuple(texts.shape)}; token ids have to be (windows, length).")
         ids = texts.long()
     else:
         if tokenizer is None:
             raise ValueError("texts are strings and there is no tokenizer; pass tokenizer=, or token ids.")
-        length = min(context, 8192) if length is None else length
+        length = min(context, LONGEST) if length is None else length
+        if length < 2:
+            raise ValueError(f"length is {length}; it has to be at least 2.")
         parts = [torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
         rows = [row for part in parts for row in part.split(length) if len(row) == length]
         if not rows:
@@ -191,8 +204,9 @@ def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tens
         ids = torch.stack(rows).long()
     if ids.shape[1] > context:
         raise ValueError(f"Windows of {ids.shape[1]} tokens are longer than the source's context of {context}.")
-    if int(ids.max()) >= config.vocab_size:
-        raise ValueError(f"The text holds token {int(ids.max())}, but the model knows only {config.vocab_size}.")
+    unknown = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(unknown):
+        raise ValueError(f"The text holds token {int(unknown[0])}, but the model knows only {config.vocab_size}.")
     return ids
 
 
@@ -360,7 +374,7 @@ def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_co
         raise ValueError(
             f"{source} is not the source of {folder}: its weights are not those that the conversion recorded."
         )
-    if theirs.is_safetensors and checkpoint.fingerprint(mine, names) != checkpoint.fingerprint(theirs, names):
+    if checkpoint.fingerprint(mine, names) != checkpoint.fingerprint(theirs, names):
         raise ValueError(
             f"The weights of {folder} are not those of {source} any more; calibrate before training, or convert anew."
         )
@@ -372,5 +386,8 @@ def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[
     texts = {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
     record["calibration"] = {**report.to_dict(), "text_sha256": texts}
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

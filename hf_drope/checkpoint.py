@@ -361,18 +361,26 @@ def fingerprint(weights: Checkpoint, names: Iterable[str] | None = None) -> str:
     Args:
         names: default all tensors of the checkpoint.
     """
+    if not weights.is_safetensors:
+        import torch
     digest, homes = hashlib.sha256(), {name: file for file, tensors in weights.files.items() for name in tensors}
-    shards = {file: read_shard(weights.folder / file) for file in weights.files} if weights.is_safetensors else {}
+    paths = {file: weights.folder / file for file in weights.files}
+    starts = {file: read_shard(path).data_start for file, path in paths.items()} if weights.is_safetensors else {}
+    states = {} if weights.is_safetensors else {file: load_bin(path) for file, path in paths.items()}
     for name in sorted(homes if names is None else names):
-        info = weights.files[homes[name]][name]
+        file, info = homes[name], weights.files[homes[name]][name]
         digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
-        if not shards:
+        size = info.end - info.start
+        places = (0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE))
+        if states:
+            data = states[file][name].contiguous().flatten().view(torch.uint8).numpy()
+            for place in places:
+                digest.update(data[place : place + _SAMPLE].tobytes())
             continue
-        shard, size = shards[homes[name]], info.end - info.start
-        with shard.path.open("rb") as reading:
-            for start in (0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)):
-                reading.seek(shard.data_start + info.start + start)
-                digest.update(reading.read(min(_SAMPLE, size - start)))
+        with paths[file].open("rb") as reading:
+            for place in places:
+                reading.seek(starts[file] + info.start + place)
+                digest.update(reading.read(min(_SAMPLE, size - place)))
     return digest.hexdigest()
 
 

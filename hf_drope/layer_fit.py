@@ -18,7 +18,9 @@ from .position_bias import LinearBias, LogBias, LowRankBias, TableBias
 # Queries of one window whose whole rows of scores are in memory at once.
 ROWS = 64
 # Blocks of that many queries a window, over which statistics are taken.
-_BLOCKS = 4
+_BLOCKS = 2
+# Rounds in which a fit by distance and the rows' constants are fitted in turn.
+_ROUNDS = 10
 _HIDDEN = -1e9
 _LOG_SLOPES = [10 ** (exponent / 4) for exponent in range(-8, 5)]
 
@@ -35,11 +37,15 @@ class LayerReport(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """What one attention layer has at hand: `query`, `key` (windows, heads, length, head_dim) un-rotated."""
+    """What one attention layer has at hand: `query`, `key` (windows, heads, length, head_dim) un-rotated.
+
+    source_query: without the attention scale that the conversion added.
+    """
 
     module: Any
     query: Tensor
     key: Tensor
+    source_query: Tensor
     mask: Tensor | None
     hidden_states: Tensor | None
     scaling: float
@@ -80,16 +86,35 @@ class LayerFit:
 
     def run(self, steps: int, learning_rate: float) -> LayerReport:
         block = min(ROWS, self.length)
-        spread = torch.linspace(0, self.length - block, _BLOCKS).long().tolist()
+        # The last one sees every distance.
+        spread = (
+            torch.linspace(self.length - block, self.length // 4, _BLOCKS)
+            .clamp(max=self.length - block)
+            .long()
+            .tolist()
+        )
         samples = [(window, self.places[start : start + block]) for window in range(self.windows) for start in spread]
         r2 = self._start(samples)
         held = [self._sample(window, self._random_rows()) for window in range(min(self.windows, 4))]
         dropped = sum(self._divergence(s, self._plain(s)) for s in held) / len(held)
         start = sum(self._divergence(s, self._scores(s)) for s in held) / len(held)
+        end = start
         if steps:
+            before = self._values()
             self._descend(steps, learning_rate)
-        end = sum(self._divergence(s, self._scores(s)) for s in held) / len(held)
+            end = sum(self._divergence(s, self._scores(s)) for s in held) / len(held)
+            if not end < start:
+                # An exact start: full steps on rounding noise only lead away from it.
+                self._set(before)
+                end = start
         return LayerReport(self.layer.module.layer_idx, float(dropped), float(start), float(end), r2)
+
+    def _values(self) -> list[Tensor]:
+        return [parameter.clone() for parameter in self.position_bias.parameters()]
+
+    def _set(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.position_bias.parameters(), values, strict=True):
+            parameter.copy_(value)
 
     # Samples and scores.
 
@@ -101,13 +126,16 @@ class LayerFit:
         layer = self.layer
         query, key = layer.query[window][:, rows], layer.key[window]
         visible = self.places <= rows[:, None]
+        if layer.module.window is not None:
+            visible = visible & (self.places > rows[:, None] - layer.module.window)
         if layer.mask is not None:
             mask = layer.mask[min(window, len(layer.mask) - 1), 0, rows]
             visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
         if self.target is not None:
             target = _products(self.target[0][window][:, rows], self.target[1][window])
         else:
-            target = _products(_rotate(query, rows, self.pairs), _rotate(key, self.places, self.pairs))
+            source_query = layer.source_query[window][:, rows]
+            target = _products(_rotate(source_query, rows, self.pairs), _rotate(key, self.places, self.pairs))
         target = (target * layer.scaling).masked_fill(~visible, _HIDDEN)
         hidden = None if layer.hidden_states is None else layer.hidden_states[window : window + 1, rows]
         return _Sample(query, key, rows, visible, hidden, target)
@@ -201,7 +229,7 @@ class LayerFit:
         if bias.gain is not None:
             total = _share(energy, len(bias.gain), torch.sum)
             average = _share(turn * energy[..., None], len(bias.gain), torch.sum) / total[..., None].clamp(min=1e-9)
-            bias.gain.copy_(average)
+            bias.gain.copy_(average * bias.source.amplitude**2)
         if bias.pairs is not None:
             # What rotation changes in the terms: nothing where a pair hardly turns over the attended distances.
             mu_q, mu_k = bias.means()
@@ -267,21 +295,47 @@ class LayerFit:
         return (total / len(samples)).clamp(min=1e-3)
 
     def _start_by_distance(self, samples: list[tuple[int, Tensor]]) -> float:
-        """Weighted least squares on what the source's encoding adds to the scores; the weighted R² of the bias's form."""
-        above, below = (self.layer.query.new_zeros(self.heads, self.length) for _ in range(2))
+        """Weighted least squares on what the source's encoding adds to the scores; the weighted R² of the bias's form.
+
+        Softmax cancels a constant of each row. Taking out each row's mean is a first guess of it; fitting both in turn is
+        exact for a source that is a function of distance, and not always better for one that is not: the better one stays.
+        """
+        parts = [self._added(self._sample(window, rows)) for window, rows in samples]
+        r2 = self._by_distance(parts, None)
+        first, before = self._mean_divergence(samples), self._values()
+        for _ in range(_ROUNDS):
+            joint = self._by_distance(parts, self.bias.values(-self.places))
+        if self._mean_divergence(samples) < first:
+            return joint
+        self._set(before)
+        return r2
+
+    def _mean_divergence(self, samples: list[tuple[int, Tensor]]) -> float:
+        total = 0.0
         for window, rows in samples:
             sample = self._sample(window, rows)
-            plain = self._plain(sample)
-            # Both ends count: where the source looks, and where the dropped model wrongly does.
-            weight = (sample.target.softmax(-1) + plain.softmax(-1)) / 2
-            added = (sample.target - plain).masked_fill(~sample.visible, 0.0)
-            # A row's constant is cancelled by softmax.
-            added = added - (weight * added).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
-            factor = self._gate(sample, plain)
-            factor = above.new_ones(1) if factor is None else factor
-            distance = (rows[:, None] - self.places).clamp(min=0).flatten().expand(self.heads, -1)
-            for total, part in ((above, weight * factor * added), (below, weight * factor**2)):
-                total.scatter_add_(1, distance, part.expand_as(added).flatten(1))
+            total += float(self._divergence(sample, self._scores(sample)))
+        return total / len(samples)
+
+    def _added(self, sample: _Sample) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the source adds to the scores, its weight (heads, n, keys), the gate and the distances (n, keys)."""
+        plain = self._plain(sample)
+        # Both ends count: where the source looks, and where the dropped model wrongly does.
+        weight = (sample.target.softmax(-1) + plain.softmax(-1)) / 2
+        added = (sample.target - plain).masked_fill(~sample.visible, 0.0)
+        factor = self._gate(sample, plain)
+        factor = added.new_ones(1) if factor is None else factor
+        return added, weight, factor, (sample.rows[:, None] - self.places).clamp(min=0)
+
+    def _by_distance(self, parts: list[tuple[Tensor, Tensor, Tensor, Tensor]], values: Tensor | None) -> float:
+        """One fit; `values` (heads, distances) of the bias tell what of a row is its constant."""
+        above, below = (self.layer.query.new_zeros(self.heads, self.length) for _ in range(2))
+        for added, weight, factor, distance in parts:
+            rest = added if values is None else added - factor * values[:, distance]
+            centred = added - (weight * rest).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+            places = distance.flatten().expand(self.heads, -1)
+            for total, part in ((above, weight * factor * centred), (below, weight * factor**2)):
+                total.scatter_add_(1, places, part.expand_as(added).flatten(1))
         return fit_by_distance(self.bias, above, below)
 
 

@@ -16,6 +16,7 @@ _SUFFIXES = (".txt", ".jsonl")
 # A tokenizer needs many times a text's size in memory, so a long document goes through it in pieces of this many characters.
 _PIECE = 1 << 20
 _CHARACTERS = 12
+_LONGEST_WORD = 200
 
 
 def read_documents(files: Iterable[str | Path]) -> Iterator[str]:
@@ -114,9 +115,11 @@ def text_windows(files: Iterable[str | Path], tokenizer: Any, length: int, count
 
 def _from_word(text: str, start: int, end: int) -> str:
     """The text from the first word that begins at or after `start`."""
-    while 0 < start < end and not text[start - 1].isspace():
-        start += 1
-    return text[start:end]
+    begin, last = start, min(end, start + _LONGEST_WORD)
+    while 0 < begin < last and not text[begin - 1].isspace():
+        begin += 1
+    # Not every script has spaces.
+    return text[begin if begin < last else start : end]
 
 
 class PackedText(Dataset[dict[str, torch.Tensor]]):
