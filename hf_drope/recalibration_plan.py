@@ -67,7 +67,8 @@ def fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: boo
 def multiplies_bf16() -> bool:
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
 
 
 def training_memory(model: Any, teaching: Distillation | None, tokens: int) -> float:
