@@ -226,7 +226,8 @@ def drope_attention_class(stock: Any, rotary: bool) -> type:
 
 
 def _needs_position(module: Any) -> bool:
-    return module.position_bias is not None or module.attention_scale is not None or module.window is not None
+    added = (module.position_bias, module.attention_scale, module.window, module.observe)
+    return any(part is not None for part in added)
 
 
 def _extra_repr(module: Any) -> str:

@@ -20,11 +20,12 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,20 @@ from .attention_drope import rotary_pairs, scale_queries
 from .configuration_drope import DroPEParameters
 from .convert import RECORD, read_source
 from .disentangled_bias import RotaryPairs
-from .layer_fit import LayerFit, LayerReport, LayerStates
+from .distill import as_source, distillation_loss
+from .hardware import multiplies_bf16
+from .layer_fit import LayerFit, LayerReport, LayerStates, parameter_groups, unrotate
 from .modeling_drope import apply_drope
 from .position_bias import PositionBias
 from .text import text_windows
+from .top_k_logits import evaluating, top_k_logits, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
 TOKENS = 16384
 LONGEST = 8192
+OUTPUT_STEPS = 12
+_TOP_K = 64
 
 
 @dataclass
@@ -57,7 +63,9 @@ class CalibrationReport:
     windows: int
     length: int
     steps: int
+    output_steps: int = 0
     seconds: float = 0.0
+    output_divergence: tuple[float, float] | None = None
     layers: list[LayerReport] = field(default_factory=list)
 
     def mean(self, name: str) -> float:
@@ -69,10 +77,16 @@ class CalibrationReport:
         return content
 
     def describe(self) -> str:
+        first, last = self.output_divergence or (None, None)
         return (
             f"calibrated {self.bias} in {len(self.layers)} layers on {self.windows} × {self.length} tokens in {self.seconds:.0f} s\n"
             f"divergence from the source's attention, mean over layers (nats a query): dropped {self.mean('dropped'):.3f}, "
             f"closed form {self.mean('start'):.3f}, after {self.steps} descent steps {self.mean('end'):.3f}"
+            + (
+                f"\ndivergence from its next tokens (nats): {first:.3f} → {last:.3f} in {self.output_steps} steps"
+                if last is not None
+                else ""
+            )
         )
 
 
@@ -83,8 +97,10 @@ def calibrate(
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    steps: int = 32,
+    steps: int | None = None,
+    output_steps: int | None = None,
     learning_rate: float = 0.1,
+    states: str | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> CalibrationReport:
@@ -96,8 +112,14 @@ def calibrate(
             config.
         texts: token ids (windows, length), or strings, which `tokenizer` turns into windows of `length` tokens.
         length: tokens a window, for strings; default the model's context length, at most 8192.
-        steps: of the descent a layer; 0 leaves the closed form.
-        learning_rate: of the descent, in units of each parameter's root mean square.
+        steps: of the descent a layer towards the source's attention; 0 leaves the closed form. Default 32 for a disentangled
+            bias with p2c and 0 for every other, which can match attention only at the expense of what comes out of it.
+        output_steps: of the descent of all layers together that follows, one window each, towards the source's next-token
+            distribution; default 12.
+        learning_rate: of the descent a layer, in units of each parameter's root mean square; half of it for the outputs.
+        states: what the layers are fitted on: "own", the states that the converted earlier layers produce, or "source", those
+            of the source. Default "own" for a disentangled bias with p2c, which stays close to its source, for a source with
+            a learned table and with `qk_norm`; "source" for every other, whose own states are soon too far away.
         seed: of the choice of queries.
         progress: show a bar by layers where standard error is a terminal.
 
@@ -107,21 +129,39 @@ def calibrate(
     biases = _check_model(model)
     _check_source(model, source)
     ids = _windows(model, texts, tokenizer, length).to(model.device)
-    if steps < 0:
-        raise ValueError(f"steps is {steps}; it has to be at least 0.")
+    for name, count in (("steps", steps), ("output_steps", output_steps)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} is {count}; it has to be at least 0.")
     kind = model.config.drope_parameters["position_bias"]["type"]
-    report = CalibrationReport(kind, windows=len(ids), length=ids.shape[1], steps=steps)
+    # With p2c most of RoPE is there, and a layer can come close to its source.
+    close = "p2c" in model.config.drope_parameters["position_bias"].get("terms", ())
+    steps = (32 if close else 0) if steps is None else steps
+    output_steps = OUTPUT_STEPS if output_steps is None else output_steps
+    report = CalibrationReport(kind, windows=len(ids), length=ids.shape[1], steps=steps, output_steps=output_steps)
     started = time.monotonic()
     pairs = _pairs(model, next(iter(biases)))
+    if states not in (None, "own", "source"):
+        raise ValueError(f"states is {states!r}; it has to be 'own' or 'source'.")
+    if states == "source" and pairs is None:
+        raise ValueError("states is 'source', but this source has a learned position table; use 'own'.")
+    # Added norms are no part of the source, and what they do is fitted as well.
+    own = states == "own" or pairs is None or (states is None and (close or model.config.drope_parameters["qk_norm"]))
+    settings = {module: (module.attention_scale, module.window) for module in biases}
     targets = _source_states(source, ids) if pairs is None else {}
     bar = tqdm(total=len(biases), desc="calibrate", unit="layer", file=sys.stderr, disable=None if progress else True)
 
     def observe(module: Any, query: Tensor, key: Tensor, mask: Any, position: Any, scaling: float | None) -> None:
+        attention_scale, window = settings[module]
+        if not own and not module.keeps_rope:
+            # The source has rotated them.
+            query, key = (unrotate(part, pairs) for part in (query, key))
         scaled = query
-        if module.attention_scale is not None:
-            scaled = scale_queries(module.attention_scale, query, key, mask, 0)
+        if attention_scale is not None:
+            scaled = scale_queries(attention_scale, query, key, mask, 0)
         layer = LayerStates(
             module=module,
+            position_bias=biases[module],
+            window=window,
             query=scaled.float(),
             key=key.float(),
             source_query=query.float(),
@@ -136,10 +176,60 @@ def calibrate(
         report.layers.append(fit.run(steps, learning_rate))
         bar.update()
 
-    with bar, torch.no_grad(), _at_rest(model), _observed(biases, observe):
+    as_it_is = _at_rest(model) if own else as_source(model)
+    with bar, torch.no_grad(), evaluating(model), as_it_is, _observed(biases, observe):
         model.base_model(ids, use_cache=False)
+    if output_steps:
+        with evaluating(model), _at_rest(model):
+            losses = _descend_to_outputs(
+                model, source if pairs is None else None, ids, output_steps, learning_rate, progress
+            )
+        # Each over as many windows, since one is harder than another.
+        count = max(1, min(len(ids), output_steps // 2))
+        report.output_divergence = (sum(losses[:count]) / count, sum(losses[-count:]) / count)
     report.seconds = round(time.monotonic() - started, 1)
     return report
+
+
+def _descend_to_outputs(
+    model: Any, source: Any, ids: Tensor, steps: int, learning_rate: float, progress: bool
+) -> list[float]:
+    """Adam on the position parameters towards the source's likeliest next tokens; the divergence of each step in nats."""
+    parameters = [parameter for bias in model.position_biases() for parameter in bias.parameters()]
+    everything = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    vocabulary = vocabulary_size(model)
+    losses = []
+    bar = tqdm(total=steps, desc="descend", unit="window", file=sys.stderr, disable=None if progress else True)
+    optimizer = torch.optim.Adam(parameter_groups(parameters, learning_rate / 2), betas=(0.9, 0.95))
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=multiplies_bf16())
+    try:
+        for parameter, _ in everything:
+            parameter.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for step in range(steps):
+            row = ids[step % len(ids)][None]
+            with torch.no_grad(), autocast, as_source(model) if source is None else nullcontext():
+                logits = (model if source is None else source)(row, use_cache=False).logits
+                expected = top_k_logits(logits, min(_TOP_K, vocabulary))
+                del logits
+            with torch.enable_grad(), autocast:
+                loss = distillation_loss(model(row, use_cache=False).logits, expected, row)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            decay.step()
+            losses.append(loss.item())
+            bar.update()
+    finally:
+        bar.close()
+        for parameter, flag in everything:
+            parameter.grad = None
+            parameter.requires_grad_(flag)
+    return losses
 
 
 def _check_model(model: Any) -> dict[Any, PositionBias]:
@@ -219,11 +309,9 @@ def _pairs(model: Any, attention: Any) -> RotaryPairs | None:
 
 @contextmanager
 def _at_rest(model: Any) -> Iterator[None]:
-    """Dropped and in evaluation mode for the length of the block."""
-    training = model.training
+    """Dropped for the length of the block."""
     encodings = [m for m in model.modules() if hasattr(type(m), "_init_scale")]
     before = [(m, m._initial) for m in encodings]
-    model.eval()
     try:
         for module in encodings:
             module.set_rope_scale(0.0)
@@ -231,7 +319,6 @@ def _at_rest(model: Any) -> Iterator[None]:
     finally:
         for module, rope_scale in before:
             module.set_rope_scale(rope_scale)
-        model.train(training)
 
 
 @contextmanager
@@ -267,7 +354,8 @@ def calibrate_checkpoint(
     *,
     tokens: int = TOKENS,
     length: int | None = None,
-    steps: int = 32,
+    steps: int | None = None,
+    output_steps: int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> CalibrationReport:
@@ -279,7 +367,7 @@ def calibrate_checkpoint(
         text_files: `.txt` or `.jsonl` (field "text"); windows are taken evenly from all of it.
         tokens: in all, rounded down to whole windows.
         length: tokens a window; default the source's context length, at most 8192 and at most half of `tokens`.
-        steps, seed, progress: as in `calibrate`.
+        steps, output_steps, seed, progress: as in `calibrate`.
 
     Raises:
         ValueError: one sentence on why the folders, the text or the arguments cannot be used; nothing was written.
@@ -303,7 +391,7 @@ def calibrate_checkpoint(
     source = None
     if not hasattr(model.base_model, "rotary_emb"):
         source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
-    report = calibrate(model, source, ids, steps=steps, seed=seed, progress=progress)
+    report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
     changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
     checkpoint.replace_tensors(folder, changed)
     _write_record(folder, report, text_files)
@@ -317,7 +405,8 @@ def check_calibration(
     *,
     tokens: int = TOKENS,
     length: int | None = None,
-    steps: int = 32,
+    steps: int | None = None,
+    output_steps: int | None = None,
 ) -> None:
     """Raise what `calibrate_checkpoint` would, before the conversion whose result it is to calibrate."""
     if parameters.position_bias is None:
@@ -325,8 +414,9 @@ def check_calibration(
     if not text_files:
         raise ValueError("Calibration needs text; give it with --text FILE.")
     _, config = read_source(source)
-    if steps < 0:
-        raise ValueError(f"steps is {steps}; it has to be at least 0.")
+    for name, count in (("steps", steps), ("output_steps", output_steps)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} is {count}; it has to be at least 0.")
     checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
 
 

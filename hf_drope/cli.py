@@ -151,14 +151,19 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         help="tokens a window (default: the context, at most 8192 or half of all tokens)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="descent steps a layer after the closed form (default: 32; 0 for none)"
+        "--steps", type=int, metavar="N", help="descent steps a layer (default: 32 for a disentangled bias, else 0)"
+    )
+    parser.add_argument(
+        "--output-steps",
+        type=int,
+        metavar="N",
+        help="descent steps of all layers towards the source's output (default: 12)",
     )
 
 
 def _calibration(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: getattr(arguments, name) for name in ("tokens", "length", "steps") if getattr(arguments, name) is not None
-    }
+    names = ("tokens", "length", "steps", "output_steps")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,8 @@ class LayerStates(NamedTuple):
     """
 
     module: Any
+    position_bias: Any
+    window: int | None
     query: Tensor
     key: Tensor
     source_query: Tensor
@@ -79,7 +81,7 @@ class LayerFit:
     ) -> None:
         self.layer, self.target, self.generator = layer, target, generator
         self.pairs: Any = pairs
-        self.position_bias: Any = layer.module.position_bias
+        self.position_bias: Any = layer.position_bias
         self.bias: Any = self.position_bias.bias
         self.windows, self.heads, self.length, _ = layer.query.shape
         self.places = torch.arange(self.length, device=layer.query.device)
@@ -126,8 +128,8 @@ class LayerFit:
         layer = self.layer
         query, key = layer.query[window][:, rows], layer.key[window]
         visible = self.places <= rows[:, None]
-        if layer.module.window is not None:
-            visible = visible & (self.places > rows[:, None] - layer.module.window)
+        if layer.window is not None:
+            visible = visible & (self.places > rows[:, None] - layer.window)
         if layer.mask is not None:
             mask = layer.mask[min(window, len(layer.mask) - 1), 0, rows]
             visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
@@ -182,11 +184,7 @@ class LayerFit:
     def _descend(self, steps: int, learning_rate: float) -> None:
         parameters = [parameter for parameter in self.position_bias.parameters() if parameter.numel()]
         flags = [parameter.requires_grad for parameter in parameters]
-        groups = []
-        for parameter in parameters:
-            size = parameter.detach().float().pow(2).mean().sqrt().item()
-            groups.append({"params": [parameter], "lr": learning_rate * max(size, 0.1)})
-        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        optimizer = torch.optim.Adam(parameter_groups(parameters, learning_rate), betas=(0.9, 0.95))
         decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         with torch.enable_grad():
             for parameter in parameters:
@@ -360,6 +358,16 @@ def _rotate(x: Tensor, position: Tensor, pairs: Any) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * len(pairs.frequencies) :]], -1)
 
 
+def unrotate(x: Tensor, pairs: Any) -> Tensor:
+    """(..., n, head_dim) as the source rotated it, positions 0 to n − 1 → what it was before."""
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * torch.tensor(pairs.frequencies, device=x.device)
+    cos, sin = angle.cos() / pairs.amplitude, angle.sin() / pairs.amplitude
+    first, second = _halves(x.float(), pairs)
+    halves = first * cos + second * sin, second * cos - first * sin
+    turned = torch.stack(halves, -1).flatten(-2) if pairs.interleaved else torch.cat(halves, -1)
+    return torch.cat([turned, x[..., 2 * len(pairs.frequencies) :].float()], -1)
+
+
 def _pair_power(x: Tensor, bias: DisentangledBias) -> Tensor:
     first, second = _halves(x, bias.source)
     return first**2 + second**2
@@ -368,6 +376,15 @@ def _pair_power(x: Tensor, bias: DisentangledBias) -> Tensor:
 def _share(values: Tensor, groups: int, reduce: Any = torch.mean) -> Tensor:
     """(heads, ...) → (groups, ...), heads of a group taken together."""
     return reduce(values.unflatten(0, (groups, values.shape[0] // groups)), dim=1)
+
+
+def parameter_groups(parameters: list[Any], learning_rate: float) -> list[dict[str, Any]]:
+    """One optimizer group a parameter, its rate in units of the parameter's root mean square, 0.1 at least."""
+    sizes = [parameter.detach().float().pow(2).mean().sqrt().item() for parameter in parameters]
+    return [
+        {"params": [parameter], "lr": learning_rate * max(size, 0.1)}
+        for parameter, size in zip(parameters, sizes, strict=True)
+    ]
 
 
 def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:

@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .calibrate import load_tokenizer
 from .convert import RECORD, other_files, read_source
 from .distill import Distillation, check_teacher
+from .hardware import multiplies_bf16
 from .recalibration_plan import (
     CALIBRATED,
     FROM_SCRATCH,
@@ -31,7 +32,6 @@ from .recalibration_plan import (
     disk_space,
     fitting_schedule,
     is_calibrated,
-    multiplies_bf16,
     time_of_a_token,
     training_memory,
 )

@@ -64,13 +64,6 @@ def fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: boo
     return schedule
 
 
-def multiplies_bf16() -> bool:
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
-
-
 def training_memory(model: Any, teaching: Distillation | None, tokens: int) -> float:
     """Bytes of weights, gradients, AdamW's two moments, a second model, and the logits of a batch in fp32 with gradient."""
     weights = sum(parameter.numel() for parameter in model.parameters())

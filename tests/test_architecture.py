@@ -15,7 +15,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
-    {"configuration_drope", "fp32_module", "rotary_drope"},
+    {"configuration_drope", "fp32_module", "hardware", "rotary_drope"},
     {"disentangled_bias"},
     {"position_bias"},
     {"attention_drope"},
