@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS = 16384
 LONGEST = 8192
-OUTPUT_STEPS = 12
+OUTPUT_STEPS = 8
 _TOP_K = 64
 
 
@@ -115,7 +115,7 @@ def calibrate(
         steps: of the descent a layer towards the source's attention; 0 leaves the closed form. Default 32 for a disentangled
             bias with p2c and 0 for every other, which can match attention only at the expense of what comes out of it.
         output_steps: of the descent of all layers together that follows, one window each, towards the source's next-token
-            distribution; default 12.
+            distribution; default 8.
         learning_rate: of the descent a layer, in units of each parameter's root mean square; half of it for the outputs.
         states: what the layers are fitted on: "own", the states that the converted earlier layers produce, or "source", those
             of the source. Default "own" for a disentangled bias with p2c, which stays close to its source, for a source with
@@ -180,7 +180,7 @@ def calibrate(
     with bar, torch.no_grad(), evaluating(model), as_it_is, _observed(biases, observe):
         model.base_model(ids, use_cache=False)
     if output_steps:
-        with evaluating(model), _at_rest(model):
+        with evaluating(model), _at_rest(model), _checkpointed(model):
             losses = _descend_to_outputs(
                 model, source if pairs is None else None, ids, output_steps, learning_rate, progress
             )
@@ -319,6 +319,22 @@ def _at_rest(model: Any) -> Iterator[None]:
     finally:
         for module, rope_scale in before:
             module.set_rope_scale(rope_scale)
+
+
+@contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Each layer's inside is computed again in the backward pass: a long window would not fit otherwise."""
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    before = model.is_gradient_checkpointing
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        # Of the layer alone, which asks for it; dropout and the like inside stay as they are.
+        layer.training = True
+    try:
+        yield
+    finally:
+        if not before:
+            model.gradient_checkpointing_disable()
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         "--output-steps",
         type=int,
         metavar="N",
-        help="descent steps of all layers towards the source's output (default: 12)",
+        help="descent steps of all layers towards the source's output (default: 8)",
     )
 
 
