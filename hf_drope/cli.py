@@ -113,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--distill-top-k",
         type=int,
-        default=64,
         metavar="K",
         help="compare the K likeliest tokens (default: 64; 0 for all)",
     )
