@@ -55,9 +55,12 @@ class Experiment:
     def rope(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
 
-    def calibrated(self, preset: str, steps: int, **settings: Any) -> Any:
+    def calibrated(
+        self, preset: str, steps: int | None = None, output_steps: int | None = None, **settings: Any
+    ) -> Any:
         model = apply_drope(self.rope(), preset, **settings)
-        print("  " + calibrate(model, None, self.calibration, steps=steps, progress=False).describe(), flush=True)
+        counts = {"steps": steps, "output_steps": output_steps}
+        print("  " + calibrate(model, None, self.calibration, progress=False, **counts).describe(), flush=True)
         return model
 
     def train(
@@ -140,24 +143,25 @@ def states(run: Experiment) -> dict[str, Callable[[], Any]]:
     rows: dict[str, Callable[[], Any]] = {
         "RoPE": run.rope,
         "dropped": lambda: apply_drope(run.rope(), "nope"),
-        "disentangled, closed form": lambda: run.calibrated("disentangled", 0),
-        "disentangled, refined": lambda: run.calibrated("disentangled", 32),
-        "low rank 64, refined": lambda: run.calibrated("nope", 32, **low_rank),
-        "drope (score gate), refined": lambda: run.calibrated("drope", 32),
+        "disentangled, closed form": lambda: run.calibrated("disentangled", 0, 0),
+        "disentangled, descent towards attention only": lambda: run.calibrated("disentangled", output_steps=0),
+        "disentangled, calibrated": lambda: run.calibrated("disentangled"),
+        "low rank 64, calibrated": lambda: run.calibrated("nope", **low_rank),
+        "drope (score gate), calibrated": lambda: run.calibrated("drope"),
         "RoPE, 35k tokens": lambda: run.train(run.rope(), 35_000),
         "RoPE, 100k tokens": lambda: run.train(run.rope(), 100_000),
-        "disentangled, 35k tokens": lambda: run.train(run.calibrated("disentangled", 32), 35_000, STEADY),
-        "disentangled, 100k tokens": lambda: run.train(run.calibrated("disentangled", 32), 100_000, STEADY),
+        "disentangled, 35k tokens": lambda: run.train(run.calibrated("disentangled"), 35_000, STEADY),
+        "disentangled, 100k tokens": lambda: run.train(run.calibrated("disentangled"), 100_000, STEADY),
         "low rank 64, 100k tokens": lambda: run.train(
-            run.calibrated("nope", 32, **low_rank), 100_000, STEADY, learning_rate=3e-4
+            run.calibrated("nope", **low_rank), 100_000, STEADY, learning_rate=3e-4
         ),
         "disentangled, LoRA 16, 100k tokens": lambda: run.train(
-            run.calibrated("disentangled", 32), 100_000, STEADY, lora_rank=16, learning_rate=5e-4
+            run.calibrated("disentangled"), 100_000, STEADY, lora_rank=16, learning_rate=5e-4
         ),
     }
     for tokens in (100_000, 500_000):
         rows[f"NoPE (terms faded out, distilled), {tokens // 1000}k tokens"] = lambda tokens=tokens: run.train(
-            run.calibrated("disentangled", 32), tokens, fade, distill=0.5, learning_rate=3e-4
+            run.calibrated("disentangled"), tokens, fade, distill=0.5, learning_rate=3e-4
         )
     return rows
 
@@ -166,12 +170,12 @@ def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
     """What helps after a calibrated start: each part of the schedule alone, 35k tokens."""
 
     def trained(schedule: DroPESchedule = STEADY, rope_fade: str = "angle", **rates: Any) -> Callable[[], Any]:
-        return lambda: run.train(run.calibrated("disentangled", 32, rope_fade=rope_fade), 35_000, schedule, **rates)
+        return lambda: run.train(run.calibrated("disentangled", rope_fade=rope_fade), 35_000, schedule, **rates)
 
     fading = DroPESchedule(warmup=0.3, transition=0)
     cooled = DroPESchedule(warmup=0, transition=0.3)
     return {
-        "content term as it is (M = 1), closed form": lambda: run.calibrated("disentangled", 0, content="identity"),
+        "content term as it is (M = 1), closed form": lambda: run.calibrated("disentangled", 0, 0, content="identity"),
         "position parameters alone, distilled": trained(position_only=True, distill=1.0, position_learning_rate=1e-3),
         "distilled, weight 0.5": trained(distill=0.5),
         "one learning rate": trained(position_learning_rate=1e-4),
@@ -181,10 +185,8 @@ def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
             for fade in ("angle", "blend", "frequency")
         },
         "position prediction, 0.1": trained(fading, position_prediction=0.1),
-        "score gate, T = 1": lambda: run.train(run.calibrated("drope", 32), 35_000, STEADY, learning_rate=3e-4),
-        "score gate, T falls to 0.1": lambda: run.train(
-            run.calibrated("drope", 32), 35_000, cooled, learning_rate=3e-4
-        ),
+        "score gate, T = 1": lambda: run.train(run.calibrated("drope"), 35_000, STEADY, learning_rate=3e-4),
+        "score gate, T falls to 0.1": lambda: run.train(run.calibrated("drope"), 35_000, cooled, learning_rate=3e-4),
     }
 
 
