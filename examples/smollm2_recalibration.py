@@ -12,6 +12,7 @@ state that is in there is not measured again. About 90 minutes on 2 cores.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -32,6 +33,7 @@ OTHER_KIND = ("Moby-Dick", "King James Bible")
 NOT_FOR_TRAINING = {*HELD_OUT, "EMMA", "2026-Trump-1"}
 WINDOWS = {512: 4, 2048: 2}
 BATCH, LENGTH = 4, 512
+FADE = DroPESchedule(warmup=0, transition=0.7, fade_terms=True)
 STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
 
 
@@ -58,9 +60,20 @@ class Experiment:
     def calibrated(
         self, preset: str, steps: int | None = None, output_steps: int | None = None, **settings: Any
     ) -> Any:
-        model = apply_drope(self.rope(), preset, **settings)
-        counts = {"steps": steps, "output_steps": output_steps}
-        print("  " + calibrate(model, None, self.calibration, progress=False, **counts).describe(), flush=True)
+        """The converted and calibrated model; kept in a folder, since many states begin with it."""
+        key = json.dumps([preset, steps, output_steps, settings], sort_keys=True)
+        folder = self.out / f"calibrated-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        if not folder.exists():
+            model = apply_drope(self.rope(), preset, **settings)
+            counts = {"steps": steps, "output_steps": output_steps}
+            report = calibrate(model, None, self.calibration, progress=False, **counts)
+            print("  " + report.describe().replace("\n", "\n  "), flush=True)
+            model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def without_terms(self) -> Any:
+        model = self.calibrated("disentangled")
+        model.set_terms_scale(0.0)
         return model
 
     def train(
@@ -80,11 +93,13 @@ class Experiment:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("self_attn" in name)
         if distill:
-            teacher = Distillation("self" if trained is not model else self.rope(), weight=distill, top_k=64)
+            own, hidden = trained is not model, rates.get("hidden_weight", 0.0)
+            teacher = Distillation("self" if own else self.rope(), weight=distill, top_k=64, hidden_weight=hidden)
+        batch = rates.get("batch", BATCH)
         arguments = TrainingArguments(
             output_dir=str(self.out / "trainer"),
-            max_steps=round(tokens / (BATCH * LENGTH)),
-            per_device_train_batch_size=BATCH,
+            max_steps=round(tokens / (batch * LENGTH)),
+            per_device_train_batch_size=batch,
             learning_rate=rates.get("learning_rate", 1e-4),
             lr_scheduler_type="cosine",
             warmup_steps=rates.get("warmup_steps", 5),
@@ -95,7 +110,7 @@ class Experiment:
             use_cpu=not torch.cuda.is_available(),
             disable_tqdm=True,
         )
-        rows = [{"input_ids": row, "labels": row} for row in self.blocks[: arguments.max_steps * BATCH]]
+        rows = [{"input_ids": row, "labels": row} for row in self.blocks[: arguments.max_steps * batch]]
         trainer = DroPETrainer(
             model=trained,
             args=arguments,
@@ -139,7 +154,6 @@ class Experiment:
 
 def states(run: Experiment) -> dict[str, Callable[[], Any]]:
     low_rank = {"position_bias": {"type": "low_rank", "rank": 64, "max_distance": 8192}}
-    fade = DroPESchedule(warmup=0, transition=0.7, fade_terms=True)
     rows: dict[str, Callable[[], Any]] = {
         "RoPE": run.rope,
         "dropped": lambda: apply_drope(run.rope(), "nope"),
@@ -159,10 +173,12 @@ def states(run: Experiment) -> dict[str, Callable[[], Any]]:
             run.calibrated("disentangled"), 100_000, STEADY, lora_rank=16, learning_rate=5e-4
         ),
     }
-    for tokens in (100_000, 500_000):
-        rows[f"NoPE (terms faded out, distilled), {tokens // 1000}k tokens"] = lambda tokens=tokens: run.train(
-            run.calibrated("disentangled"), tokens, fade, distill=0.5, learning_rate=3e-4
-        )
+    nope = {"distill": 0.5, "hidden_weight": 1.0, "learning_rate": 1e-3, "batch": 1}
+    rows["NoPE (dropped at once, distilled), 100k tokens"] = lambda: run.train(run.without_terms(), 100_000, **nope)
+    rows["NoPE (terms faded out, distilled), 100k tokens"] = lambda: run.train(
+        run.calibrated("disentangled"), 100_000, FADE, **nope
+    )
+    rows["NoPE (dropped at once, distilled), 500k tokens"] = lambda: run.train(run.without_terms(), 500_000, **nope)
     return rows
 
 
