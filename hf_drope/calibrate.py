@@ -1,14 +1,16 @@
 """Calibration: the position parameters of a converted model computed from what its source already knows, before training.
 
-One forward pass of the converted model over a few windows of text goes through its layers in order. At each layer, with the
-un-rotated queries and keys of the model's own states at hand, the layer's bias gets a closed-form start, then a short descent
-towards the attention probabilities that the source's position encoding gives on the same queries and keys, and only then
-does the pass go on: later layers are fitted on the states that the converted earlier ones really produce.
+One forward pass over a few windows of text goes through the layers in order; at each layer, with its un-rotated queries and
+keys at hand, the bias gets a closed-form start:
 
     disentangled      mean queries and keys, and M as the mean rotation over attended distances
     low_rank          the source's frequencies with the most energy; α, β from mean queries and keys
     table, log, ...   weighted least squares on what the source's encoding adds to the score, by distance
-    descent           Adam on Σ KL(source's attention ‖ the layer's) over a sample of queries, for bias and gate alike
+
+A disentangled bias, which keeps most of RoPE, then descends towards the attention probabilities that the source's encoding gives
+on the same queries and keys, and only then the pass goes on: later layers are fitted on the states that the converted earlier
+ones really produce. Every other bias takes the states of the source, since its own are soon too far away. Last, the position
+parameters of all layers descend together towards the source's next-token distribution.
 
 A learned absolute table (GPT-2) acts on the states, so there the source runs first and its scores are the target.
 """
