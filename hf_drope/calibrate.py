@@ -47,7 +47,7 @@ from .layer_fit import LayerFit, LayerReport, LayerStates, parameter_groups, unr
 from .modeling_drope import apply_drope
 from .position_bias import PositionBias
 from .text import text_windows
-from .top_k_logits import evaluating, top_k_logits, vocabulary_size
+from .top_k_logits import evaluating, top_k_logits
 
 logger = logging.getLogger(__name__)
 
@@ -183,55 +183,66 @@ def calibrate(
         model.base_model(ids, use_cache=False)
     if output_steps:
         with evaluating(model), _at_rest(model), _checkpointed(model):
-            losses = _descend_to_outputs(
+            report.output_divergence = _descend_to_outputs(
                 model, source if pairs is None else None, ids, output_steps, learning_rate, progress
             )
-        # Each over as many windows, since one is harder than another.
-        count = max(1, min(len(ids), output_steps // 2))
-        report.output_divergence = (sum(losses[:count]) / count, sum(losses[-count:]) / count)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
 
 def _descend_to_outputs(
     model: Any, source: Any, ids: Tensor, steps: int, learning_rate: float, progress: bool
-) -> list[float]:
-    """Adam on the position parameters towards the source's likeliest next tokens; the divergence of each step in nats."""
+) -> tuple[float, float]:
+    """Adam on the position parameters towards the source's likeliest next tokens; a descent that ends further away is undone.
+
+    Returns:
+        The divergence on the first window in nats, before and after.
+    """
     parameters = [parameter for bias in model.position_biases() for parameter in bias.parameters()]
     everything = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    vocabulary = vocabulary_size(model)
-    losses = []
+    before = [parameter.detach().clone() for parameter in parameters]
     bar = tqdm(total=steps, desc="descend", unit="window", file=sys.stderr, disable=None if progress else True)
     optimizer = torch.optim.Adam(parameter_groups(parameters, learning_rate / 2), betas=(0.9, 0.95))
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
     autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=multiplies_bf16())
+
+    def divergence(row: Tensor) -> Tensor:
+        with torch.no_grad(), autocast, as_source(model) if source is None else nullcontext():
+            logits = (model if source is None else source)(row, use_cache=False).logits
+            expected = top_k_logits(logits, min(_TOP_K, logits.shape[-1]))
+            del logits
+        with autocast:
+            return distillation_loss(model(row, use_cache=False).logits, expected, row)
+
     try:
         for parameter, _ in everything:
             parameter.requires_grad_(False)
         for parameter in parameters:
             parameter.requires_grad_(True)
+        with torch.no_grad():
+            start = divergence(ids[:1]).item()
         for step in range(steps):
-            row = ids[step % len(ids)][None]
-            with torch.no_grad(), autocast, as_source(model) if source is None else nullcontext():
-                logits = (model if source is None else source)(row, use_cache=False).logits
-                expected = top_k_logits(logits, min(_TOP_K, vocabulary))
-                del logits
-            with torch.enable_grad(), autocast:
-                loss = distillation_loss(model(row, use_cache=False).logits, expected, row)
+            with torch.enable_grad():
+                loss = divergence(ids[step % len(ids)][None])
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             decay.step()
-            losses.append(loss.item())
             bar.update()
+        with torch.no_grad():
+            end = divergence(ids[:1]).item()
+            if not end < start:
+                end = start
+                for parameter, value in zip(parameters, before, strict=True):
+                    parameter.copy_(value)
     finally:
         bar.close()
         for parameter, flag in everything:
             parameter.grad = None
             parameter.requires_grad_(flag)
-    return losses
+    return start, end
 
 
 def _check_model(model: Any) -> dict[Any, PositionBias]:

@@ -18,7 +18,7 @@ from .top_k_logits import TopKLogits
 
 @dataclass(frozen=True)
 class Recipe:
-    """The best known way to train a kind of model, measured on a 135M model (README)."""
+    """How a kind of model is trained where nothing else is asked for; first tried on a 135M model."""
 
     tokens: int
     learning_rate: float
