@@ -341,6 +341,15 @@ def test_the_descent_towards_the_outputs_brings_them_nearer(kind):
     assert_equal_states(again.state_dict(), model.state_dict())
 
 
+def test_a_descent_that_leads_away_from_the_outputs_is_undone():
+    start, model = (apply_drope(positional_llama(), settings("table", **KINDS["table"])) for _ in range(2))
+    run(start, steps=0)
+    report = run(model, steps=0, output_steps=2, learning_rate=1e3)
+    assert report.output_divergence is not None
+    assert report.output_divergence[0] == report.output_divergence[1]
+    assert_equal_states(model.state_dict(), start.state_dict())
+
+
 def test_gpt2_descends_towards_the_outputs_of_its_source():
     model = apply_drope(gpt2(), settings("table", **KINDS["table"]))
     report = run(model, gpt2(), steps=0, output_steps=24)
