@@ -26,6 +26,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -338,8 +339,11 @@ def _at_rest(model: Any) -> Iterator[None]:
 def _checkpointed(model: Any) -> Iterator[None]:
     """Each layer's inside is computed again in the backward pass: a long window would not fit otherwise."""
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    before = model.is_gradient_checkpointing
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = any(layer.gradient_checkpointing for layer in layers)
+    with warnings.catch_warnings():
+        # Renamed in newer releases; the older ones know this name alone.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         # Of the layer alone, which asks for it; dropout and the like inside stay as they are.
         layer.training = True
@@ -347,7 +351,9 @@ def _checkpointed(model: Any) -> Iterator[None]:
         yield
     finally:
         if not before:
-            model.gradient_checkpointing_disable()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_disable()
 
 
 @contextmanager
