@@ -27,8 +27,8 @@ _HOMES = {
     "convert_checkpoint": "convert",
     "inspect_checkpoint": "convert",
     "verify_checkpoint": "verify",
-    "calibrate": "calibrate",
-    "calibrate_checkpoint": "calibrate",
+    "calibrate": "calibration",
+    "calibrate_checkpoint": "folder_calibration",
     "Distillation": "distill",
     "DroPESchedule": "schedule",
     "DroPECallback": "training",
@@ -37,14 +37,14 @@ _HOMES = {
 __all__ = [*sorted(_HOMES), "__version__"]
 
 if TYPE_CHECKING:
-    from .calibrate import calibrate as calibrate
-    from .calibrate import calibrate_checkpoint as calibrate_checkpoint
+    from .calibration import calibrate as calibrate
     from .configuration_drope import DroPEParameters as DroPEParameters
     from .configuration_drope import drope_config_class as drope_config_class
     from .convert import convert_checkpoint as convert_checkpoint
     from .convert import inspect_checkpoint as inspect_checkpoint
     from .convert import plan_conversion as plan_conversion
     from .distill import Distillation as Distillation
+    from .folder_calibration import calibrate_checkpoint as calibrate_checkpoint
     from .modeling_drope import apply_drope as apply_drope
     from .modeling_drope import drope_class as drope_class
     from .schedule import DroPESchedule as DroPESchedule

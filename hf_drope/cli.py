@@ -215,7 +215,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ValueError("--text, --tokens, --length and --steps belong to --calibrate; give that as well.")
     report = None
     if arguments.calibrate:
-        from .calibrate import calibrate_checkpoint, check_calibration
+        from .folder_calibration import calibrate_checkpoint, check_calibration
 
         check_calibration(plan.source, plan.parameters, arguments.text or (), **_calibration(arguments))
     if not arguments.dry_run:
@@ -234,7 +234,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from .calibrate import calibrate_checkpoint
+    from .folder_calibration import calibrate_checkpoint
 
     _no_bars_in_a_log()
     report = calibrate_checkpoint(arguments.path, arguments.source, arguments.text, **_calibration(arguments))

@@ -6,14 +6,15 @@ or, where the source has a learned position table, taken from a run of the sourc
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .descent import descend
 from .disentangled_bias import DisentangledBias, RotaryPairs
-from .position_bias import LinearBias, LogBias, LowRankBias, TableBias
+from .distance_fit import fit_by_distance, share
+from .position_bias import LowRankBias
 
 # Queries of one window whose whole rows of scores are in memory at once.
 ROWS = 64
@@ -22,7 +23,6 @@ _BLOCKS = 2
 # Rounds in which a fit by distance and the rows' constants are fitted in turn.
 _ROUNDS = 10
 _HIDDEN = -1e9
-_LOG_SLOPES = [10 ** (exponent / 4) for exponent in range(-8, 5)]
 
 
 class LayerReport(NamedTuple):
@@ -182,24 +182,11 @@ class LayerFit:
     # Descent.
 
     def _descend(self, steps: int, learning_rate: float) -> None:
-        parameters = [parameter for parameter in self.position_bias.parameters() if parameter.numel()]
-        flags = [parameter.requires_grad for parameter in parameters]
-        optimizer = torch.optim.Adam(parameter_groups(parameters, learning_rate), betas=(0.9, 0.95))
-        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        with torch.enable_grad():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            for step in range(steps):
-                sample = self._sample(step % self.windows, self._random_rows())
-                loss = self._divergence(sample, self._scores(sample))
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
-                decay.step()
-        for parameter, flag in zip(parameters, flags, strict=True):
-            parameter.grad = None
-            parameter.requires_grad_(flag)
+        def loss(step: int) -> Tensor:
+            sample = self._sample(step % self.windows, self._random_rows())
+            return self._divergence(sample, self._scores(sample))
+
+        descend([p for p in self.position_bias.parameters() if p.numel()], loss, steps, learning_rate)
 
     # Closed forms.
 
@@ -219,14 +206,14 @@ class LayerFit:
     def _start_disentangled(self, samples: list[tuple[int, Tensor]]) -> None:
         bias = self.bias
         query_mean, key_mean = self._means()
-        bias.query_mean.copy_(_share(query_mean, len(bias.query_mean)))
-        bias.key_mean.copy_(_share(key_mean, len(bias.key_mean)))
+        bias.query_mean.copy_(share(query_mean, len(bias.query_mean)))
+        bias.key_mean.copy_(share(key_mean, len(bias.key_mean)))
         if bias.gain is None and bias.pairs is None:
             return
         turn, energy = self._mean_rotation(samples)
         if bias.gain is not None:
-            total = _share(energy, len(bias.gain), torch.sum)
-            average = _share(turn * energy[..., None], len(bias.gain), torch.sum) / total[..., None].clamp(min=1e-9)
+            total = share(energy, len(bias.gain), torch.sum)
+            average = share(turn * energy[..., None], len(bias.gain), torch.sum) / total[..., None].clamp(min=1e-9)
             bias.gain.copy_(average * bias.source.amplitude**2)
         if bias.pairs is not None:
             # What rotation changes in the terms: nothing where a pair hardly turns over the attended distances.
@@ -235,7 +222,7 @@ class LayerFit:
             power_k = _pair_power(self.layer.key, bias).mean((0, 2)), _pair_power(mu_k, bias)[:, 0]
             spread = [power.repeat_interleave(self.layer.groups, 0) for power in power_k]
             moved = (power_q[0] * spread[1] + power_q[1] * spread[0]) * (2 - 2 * turn[..., 0])
-            best = _share(moved, self.layer.key.shape[1], torch.sum).topk(bias.pairs.shape[-1], -1).indices
+            best = share(moved, self.layer.key.shape[1], torch.sum).topk(bias.pairs.shape[-1], -1).indices
             bias.pairs.copy_(best.sort(-1).values)
 
     def _mean_rotation(self, samples: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -277,8 +264,8 @@ class LayerFit:
         chosen = moved.topk(count).indices.sort().values
         groups = self.bias.num_groups
         self.bias.frequencies[:count] = frequencies[chosen]
-        self.bias.alpha.zero_()[:, :count] = _share(alpha[:, chosen], groups)
-        self.bias.beta.zero_()[:, :count] = _share(beta[:, chosen], groups)
+        self.bias.alpha.zero_()[:, :count] = share(alpha[:, chosen], groups)
+        self.bias.beta.zero_()[:, :count] = share(beta[:, chosen], groups)
 
     def _mean_gate(self, samples: list[tuple[int, Tensor]]) -> Tensor | float:
         """Mean gate by head (heads, 1), over attended keys; 1 without a gate."""
@@ -371,94 +358,3 @@ def unrotate(x: Tensor, pairs: Any) -> Tensor:
 def _pair_power(x: Tensor, bias: DisentangledBias) -> Tensor:
     first, second = _halves(x, bias.source)
     return first**2 + second**2
-
-
-def _share(values: Tensor, groups: int, reduce: Any = torch.mean) -> Tensor:
-    """(heads, ...) → (groups, ...), heads of a group taken together."""
-    return reduce(values.unflatten(0, (groups, values.shape[0] // groups)), dim=1)
-
-
-def parameter_groups(parameters: list[Any], learning_rate: float) -> list[dict[str, Any]]:
-    """One optimizer group a parameter, its rate in units of the parameter's root mean square, 0.1 at least."""
-    sizes = [parameter.detach().float().pow(2).mean().sqrt().item() for parameter in parameters]
-    return [
-        {"params": [parameter], "lr": learning_rate * max(size, 0.1)}
-        for parameter, size in zip(parameters, sizes, strict=True)
-    ]
-
-
-def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:
-    """Fit R_h(−d) to values above / below with weights `below`, both (heads, distances), up to a constant a head.
-
-    Args:
-        bias: a `TableBias`, `LogBias`, `LinearBias` or `LowRankBias`; its backward side is set.
-
-    Returns:
-        The weighted R² of the fit, the mean over parameter groups.
-    """
-    above, below = (_share(part.double(), bias.num_groups, torch.sum) for part in (above, below))
-    value = torch.where(below > 0, above / below.clamp(min=1e-30), 0.0)
-    distance = torch.arange(above.shape[1], dtype=torch.float64, device=above.device)
-    with torch.no_grad():
-        if isinstance(bias, TableBias):
-            _fit_table(bias, above, below)
-        elif isinstance(bias, LinearBias):
-            basis = -distance[None, :, None].expand(bias.num_groups, -1, -1)
-            bias.slopes[0] = _least_squares(basis, value, below)[0][:, 0].float()
-        elif isinstance(bias, LogBias):
-            _fit_log(bias, distance, value, below)
-        else:
-            angle = distance[:, None] * bias.frequencies.double()
-            basis = torch.cat([angle.cos(), -angle.sin()], -1).expand(bias.num_groups, -1, -1)
-            solution, _ = _least_squares(basis, value, below)
-            alpha, beta = solution.float().chunk(2, -1)
-            bias.alpha.copy_(alpha)
-            bias.beta.copy_(beta)
-        got = bias.group_values(-distance.long()).double()
-    return _r_squared(got, value, below)
-
-
-def _r_squared(got: Tensor, value: Tensor, weight: Tensor) -> float:
-    total = weight.sum(-1, keepdim=True).clamp(min=1e-30)
-    centre = (weight * value).sum(-1, keepdim=True) / total
-    shift = (weight * (value - got)).sum(-1, keepdim=True) / total
-    error = (weight * (value - got - shift) ** 2).sum(-1)
-    return (1 - error / (weight * (value - centre) ** 2).sum(-1).clamp(min=1e-30)).mean().item()
-
-
-def _least_squares(basis: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted least squares with a free constant: basis (groups, n, terms) → (groups, terms) and the squared error."""
-    total = weight.sum(-1, keepdim=True).clamp(min=1e-30)
-    centred = basis - ((weight[..., None] * basis).sum(1) / total)[:, None]
-    wanted = value - (weight * value).sum(-1, keepdim=True) / total
-    gram = centred.transpose(1, 2) @ (weight[..., None] * centred)
-    # Slow frequencies are nearly constant within the window: without a ridge their coefficients would explode.
-    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp(min=1e-30)
-    gram = gram + 1e-6 * size * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    solution = torch.linalg.solve(gram, centred.transpose(1, 2) @ (weight * wanted)[..., None])[..., 0]
-    error = (weight * (wanted - (centred @ solution[..., None])[..., 0]) ** 2).sum(-1)
-    return solution, error
-
-
-def _fit_table(bias: TableBias, above: Tensor, below: Tensor) -> None:
-    rows = bias.rows(-torch.arange(above.shape[1], device=above.device))
-    table = above.new_zeros(bias.num_groups, len(bias.weight))
-    weight = table.index_add(1, rows, below)
-    table = table.index_add(1, rows, above) / weight.clamp(min=1e-30)
-    seen = (weight > 0).any(0)
-    known = seen.nonzero()[:, 0]
-    # A distance that no window reaches is as far as the nearest that one does.
-    nearest = (torch.arange(len(seen), device=known.device)[:, None] - known).abs().argmin(-1)
-    backward = torch.unique(bias.rows(-torch.arange(max(bias.max_distance, above.shape[1]), device=known.device)))
-    bias.weight[backward] = table[:, known[nearest]].T[backward].float()
-
-
-def _fit_log(bias: LogBias, distance: Tensor, value: Tensor, weight: Tensor) -> None:
-    best = torch.full((bias.num_groups,), math.inf, dtype=torch.float64, device=value.device)
-    for slope in _LOG_SLOPES:
-        basis = bias.sign * torch.log1p(slope * distance)[None, :, None].expand(bias.num_groups, -1, -1)
-        solution, error = _least_squares(basis, value, weight)
-        better = error < best
-        bias.gamma[0] = torch.where(better, solution[:, 0].float(), bias.gamma[0])
-        bias.a[0] = torch.where(better, torch.full_like(bias.a[0], slope), bias.a[0])
-        best = torch.where(better, error, best)

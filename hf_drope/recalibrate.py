@@ -5,25 +5,22 @@ What is not given is chosen for the model at hand (`Recipe`) and told before the
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .calibrate import load_tokenizer
 from .convert import RECORD, other_files, read_source
 from .distill import Distillation, check_teacher
+from .folder_calibration import load_tokenizer
 from .hardware import multiplies_bf16
 from .recalibration_plan import (
     CALIBRATED,
@@ -35,7 +32,8 @@ from .recalibration_plan import (
     time_of_a_token,
     training_memory,
 )
-from .record import METRICS_FILE, ConvergenceRecord, NonFiniteLossError, draw_record
+from .record import METRICS_FILE, ConvergenceRecord, draw_record
+from .resume import check_learning_rate, finished_steps, full_disk_told, last_checkpoint
 from .schedule import DroPESchedule, learning_rate_warmup_steps
 from .text import PackedText
 from .top_k_logits import TopKLogits
@@ -50,8 +48,6 @@ from .training import (
 
 logger = logging.getLogger(__name__)
 
-# Bytes: less than this left, and a failed write has its reason.
-_NEARLY_FULL = 1 << 20
 PICTURE = "convergence.png"
 _TOP_K = 64
 
@@ -92,27 +88,8 @@ class _Trainer(DroPETrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
-        with _full_disk_told(folder, folder / f"checkpoint-{self.state.global_step}"):
+        with full_disk_told(folder, folder / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
-
-
-@contextmanager
-def _full_disk_told(folder: Path, checkpoint: Path | None = None) -> Iterator[None]:
-    """A write that fails for want of space becomes one sentence; an incomplete `checkpoint` is removed."""
-    try:
-        yield
-    except NonFiniteLossError:
-        raise
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if shutil.disk_usage(folder).free > _NEARLY_FULL and "No space left" not in str(error):
-            raise
-        what = "the result could not be written"
-        if checkpoint is not None:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-            what = f"{checkpoint.name} could not be written and was removed"
-        found = _checkpoints(folder)
-        left = f"{found[max(found)]} is the last good one" if found else "there is none before it"
-        raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and go on with --resume.") from error
 
 
 def recalibrate(
@@ -236,9 +213,9 @@ def recalibrate(
     if max_steps is None:
         per_step = batch_size * gradient_accumulation_steps
         max_steps = max(1, min(round(recipe.tokens / (per_step * sequence_length)), len(data) // per_step))
-    last = _last_checkpoint(target, max_steps) if resume else None
+    last = last_checkpoint(target, max_steps) if resume else None
     if last is not None:
-        _check_learning_rate(last, learning_rate)
+        check_learning_rate(last, learning_rate)
     transformers.set_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     schedule = fitting_schedule(model, schedule, calibrated)
@@ -338,7 +315,7 @@ def recalibrate(
         )
         # It would print every log entry to standard output.
         trainer.remove_callback(PrinterCallback)
-        if last is not None and _finished_steps(last) >= max_steps:
+        if last is not None and finished_steps(last) >= max_steps:
             # The Trainer would go on for another step.
             trainer._load_from_checkpoint(last)
             trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
@@ -350,7 +327,7 @@ def recalibrate(
             return {}
     if lora_rank is not None:
         model = trained.merge_and_unload()
-    with _full_disk_told(target):
+    with full_disk_told(target):
         _save(model, folder, target)
     losses = [entry["loss"] for entry in history if "loss" in entry]
     picture = None
@@ -395,44 +372,6 @@ def _check_length(model: Any, sequence_length: int) -> None:
         raise ValueError(
             f"sequence_length is {sequence_length}; it has to be at most {len(table)}, the positions in this model's table."
         )
-
-
-def _last_checkpoint(folder: Path, max_steps: int) -> str:
-    """The newest complete checkpoint; the Trainer writes `trainer_state.json` last, so a killed run's lacks it."""
-    for _, path in sorted(_checkpoints(folder).items(), reverse=True):
-        try:
-            state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning("%s is incomplete and was skipped.", path)
-            continue
-        if state["max_steps"] != max_steps:
-            raise ValueError(
-                f"max_steps is {max_steps}, but {path} belongs to a run of {state['max_steps']} steps; resume with that."
-            )
-        return str(path)
-    raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    return {
-        int(step): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (step := path.name.removeprefix("checkpoint-")).isdigit() and path.name.startswith("checkpoint-")
-    }
-
-
-def _check_learning_rate(checkpoint: str, learning_rate: float) -> None:
-    """A resumed run goes on with the rates in its scheduler, whatever it is told now."""
-    state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-    if learning_rate not in state["base_lrs"]:
-        raise ValueError(
-            f"learning_rate is {learning_rate:g}, but {checkpoint} belongs to a run with {state['base_lrs'][0]:g}; resume "
-            "with that, or begin a new run in another folder."
-        )
-
-
-def _finished_steps(checkpoint: str) -> int:
-    return json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
 
 
 def _save(model: Any, source: Path, target: Path) -> None:

@@ -19,9 +19,10 @@ from tiny import FAMILIES, VOCAB, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drope import DroPEParameters, apply_drope, calibrate, calibrate_checkpoint, convert_checkpoint, plan_conversion
-from hf_drope.calibrate import checkpoint_windows
 from hf_drope.cli import main
-from hf_drope.layer_fit import LayerFit, LayerStates, fit_by_distance
+from hf_drope.distance_fit import fit_by_distance
+from hf_drope.folder_calibration import checkpoint_windows
+from hf_drope.layer_fit import LayerFit, LayerStates
 from hf_drope.position_bias import LinearBias, LogBias, LowRankBias, PositionBias, TableBias
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]

@@ -19,43 +19,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import json
-import logging
-import math
-import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checkpoint
 from .attention_drope import rotary_pairs, scale_queries
-from .configuration_drope import DroPEParameters
-from .convert import RECORD, read_source
 from .disentangled_bias import RotaryPairs
-from .distill import as_source, distillation_loss
-from .hardware import multiplies_bf16
-from .layer_fit import LayerFit, LayerReport, LayerStates, parameter_groups, unrotate
+from .distill import as_source
+from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate
 from .modeling_drope import apply_drope
+from .output_descent import at_rest, descend_to_outputs
 from .position_bias import PositionBias
-from .text import text_windows
-from .top_k_logits import evaluating, top_k_logits
+from .top_k_logits import evaluating
 
-logger = logging.getLogger(__name__)
-
-TOKENS = 16384
 LONGEST = 8192
-OUTPUT_STEPS = 8
-_TOP_K = 64
+OUTPUT_STEPS = 32
 
 
 @dataclass
@@ -179,71 +164,16 @@ def calibrate(
         report.layers.append(fit.run(steps, learning_rate))
         bar.update()
 
-    as_it_is = _at_rest(model) if own else as_source(model)
+    as_it_is = at_rest(model) if own else as_source(model)
     with bar, torch.no_grad(), evaluating(model), as_it_is, _observed(biases, observe):
         model.base_model(ids, use_cache=False)
     if output_steps:
-        with evaluating(model), _at_rest(model), _checkpointed(model):
-            report.output_divergence = _descend_to_outputs(
-                model, source if pairs is None else None, ids, output_steps, learning_rate, progress
-            )
+        # A start that is close to its source wants smaller steps.
+        rate = learning_rate / 2 if close else learning_rate * 2
+        teacher, generator = source if pairs is None else None, torch.Generator().manual_seed(seed)
+        report.output_divergence = descend_to_outputs(model, teacher, ids, output_steps, rate, generator, progress)
     report.seconds = round(time.monotonic() - started, 1)
     return report
-
-
-def _descend_to_outputs(
-    model: Any, source: Any, ids: Tensor, steps: int, learning_rate: float, progress: bool
-) -> tuple[float, float]:
-    """Adam on the position parameters towards the source's likeliest next tokens; a descent that ends further away is undone.
-
-    Returns:
-        The divergence on the first window in nats, before and after.
-    """
-    parameters = [parameter for bias in model.position_biases() for parameter in bias.parameters()]
-    everything = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    before = [parameter.detach().clone() for parameter in parameters]
-    bar = tqdm(total=steps, desc="descend", unit="window", file=sys.stderr, disable=None if progress else True)
-    optimizer = torch.optim.Adam(parameter_groups(parameters, learning_rate / 2), betas=(0.9, 0.95))
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
-    autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=multiplies_bf16())
-
-    def divergence(row: Tensor) -> Tensor:
-        with torch.no_grad(), autocast, as_source(model) if source is None else nullcontext():
-            logits = (model if source is None else source)(row, use_cache=False).logits
-            expected = top_k_logits(logits, min(_TOP_K, logits.shape[-1]))
-            del logits
-        with autocast:
-            return distillation_loss(model(row, use_cache=False).logits, expected, row)
-
-    try:
-        for parameter, _ in everything:
-            parameter.requires_grad_(False)
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        with torch.no_grad():
-            start = divergence(ids[:1]).item()
-        for step in range(steps):
-            with torch.enable_grad():
-                loss = divergence(ids[step % len(ids)][None])
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            decay.step()
-            bar.update()
-        with torch.no_grad():
-            end = divergence(ids[:1]).item()
-            if not end < start:
-                end = start
-                for parameter, value in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
-    finally:
-        bar.close()
-        for parameter, flag in everything:
-            parameter.grad = None
-            parameter.requires_grad_(flag)
-    return start, end
 
 
 def _check_model(model: Any) -> dict[Any, PositionBias]:
@@ -322,41 +252,6 @@ def _pairs(model: Any, attention: Any) -> RotaryPairs | None:
 
 
 @contextmanager
-def _at_rest(model: Any) -> Iterator[None]:
-    """Dropped for the length of the block."""
-    encodings = [m for m in model.modules() if hasattr(type(m), "_init_scale")]
-    before = [(m, m._initial) for m in encodings]
-    try:
-        for module in encodings:
-            module.set_rope_scale(0.0)
-        yield
-    finally:
-        for module, rope_scale in before:
-            module.set_rope_scale(rope_scale)
-
-
-@contextmanager
-def _checkpointed(model: Any) -> Iterator[None]:
-    """Each layer's inside is computed again in the backward pass: a long window would not fit otherwise."""
-    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    before = any(layer.gradient_checkpointing for layer in layers)
-    with warnings.catch_warnings():
-        # Renamed in newer releases; the older ones know this name alone.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:
-        # Of the layer alone, which asks for it; dropout and the like inside stay as they are.
-        layer.training = True
-    try:
-        yield
-    finally:
-        if not before:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_disable()
-
-
-@contextmanager
 def _observed(modules: Any, observe: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
@@ -380,139 +275,3 @@ def _source_states(source: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]
     with _observed(attentions, observe):
         twin.base_model(ids, use_cache=False)
     return found
-
-
-def calibrate_checkpoint(
-    model_path: str | Path,
-    source_path: str | Path,
-    text_files: Sequence[str | Path],
-    *,
-    tokens: int = TOKENS,
-    length: int | None = None,
-    steps: int | None = None,
-    output_steps: int | None = None,
-    seed: int = 0,
-    progress: bool = True,
-) -> CalibrationReport:
-    """Calibrate a converted checkpoint folder in place: its position tensors change and nothing else.
-
-    Args:
-        model_path: a folder that `convert_checkpoint` wrote.
-        source_path: the folder it was converted from.
-        text_files: `.txt` or `.jsonl` (field "text"); windows are taken evenly from all of it.
-        tokens: in all, rounded down to whole windows.
-        length: tokens a window; default the source's context length, at most 8192 and at most half of `tokens`.
-        steps, output_steps, seed, progress: as in `calibrate`.
-
-    Raises:
-        ValueError: one sentence on why the folders, the text or the arguments cannot be used; nothing was written.
-    """
-    folder, config = read_source(model_path)
-    source_folder, source_config = read_source(source_path)
-    if not str(config.get("model_type", "")).endswith("_drope"):
-        raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
-    if (config.get("drope_parameters") or {}).get("position_bias") is None:
-        raise ValueError(
-            f"{folder} has no position bias to calibrate; convert its source with one, such as 'disentangled'."
-        )
-    _check_folders(folder, config, source_folder, source_config)
-    import transformers
-
-    import hf_drope  # noqa: F401  (registers the classes)
-
-    tokenizer = load_tokenizer(folder)
-    ids = checkpoint_windows(tokenizer, source_config, text_files, tokens, length)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    source = None
-    if not hasattr(model.base_model, "rotary_emb"):
-        source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
-    report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
-    changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
-    checkpoint.replace_tensors(folder, changed)
-    _write_record(folder, report, text_files)
-    return report
-
-
-def check_calibration(
-    source: Path,
-    parameters: DroPEParameters,
-    text_files: Sequence[str | Path],
-    *,
-    tokens: int = TOKENS,
-    length: int | None = None,
-    steps: int | None = None,
-    output_steps: int | None = None,
-) -> None:
-    """Raise what `calibrate_checkpoint` would, before the conversion whose result it is to calibrate."""
-    if parameters.position_bias is None:
-        raise ValueError("There is no position bias to calibrate; convert with one, such as --preset disentangled.")
-    if not text_files:
-        raise ValueError("Calibration needs text; give it with --text FILE.")
-    _, config = read_source(source)
-    for name, count in (("steps", steps), ("output_steps", output_steps)):
-        if count is not None and count < 0:
-            raise ValueError(f"{name} is {count}; it has to be at least 0.")
-    checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
-
-
-def checkpoint_windows(
-    tokenizer: Any, config: dict[str, Any], text_files: Sequence[str | Path], tokens: int, length: int | None
-) -> Tensor:
-    """The windows (n, length) that `calibrate_checkpoint` takes from text files; arguments and errors as there."""
-    context = config.get("max_position_embeddings") or config.get("n_positions") or 2048
-    if tokens < 2:
-        raise ValueError(f"tokens is {tokens}; it has to be at least 2.")
-    if length is None:
-        length = min(context, LONGEST, max(tokens // 2, 2))
-    if not 2 <= length <= min(context, tokens):
-        raise ValueError(
-            f"length is {length}; it has to be from 2 to {min(context, tokens)}, the source's context or all the tokens."
-        )
-    return text_windows(text_files, tokenizer, length, tokens // length)
-
-
-def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_config: dict[str, Any]) -> None:
-    """Refuse a source that is not the one `folder` was converted from, by what the conversion recorded and by weights."""
-    if f"{source_config.get('model_type')}_drope" != config["model_type"]:
-        raise ValueError(
-            f"{source} is a {source_config.get('model_type')}, which does not convert to {config['model_type']}."
-        )
-    mine, theirs = checkpoint.read_checkpoint(folder), checkpoint.read_checkpoint(source)
-    for name, info in mine.tensors.items():
-        other = theirs.tensors.get(name)
-        if other is not None and other.shape != info.shape:
-            raise ValueError(
-                f"{source} is not the source of {folder}: {name} is {list(other.shape)} there and {list(info.shape)} here."
-            )
-    names = sorted(set(mine.tensors) & set(theirs.tensors))
-    recorded = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
-    if "source_fingerprint" in recorded and recorded["source_fingerprint"] != checkpoint.fingerprint(theirs):
-        raise ValueError(
-            f"{source} is not the source of {folder}: its weights are not those that the conversion recorded."
-        )
-    if checkpoint.fingerprint(mine, names) != checkpoint.fingerprint(theirs, names):
-        raise ValueError(
-            f"The weights of {folder} are not those of {source} any more; calibrate before training, or convert anew."
-        )
-
-
-def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[str | Path]) -> None:
-    path = folder / RECORD
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    texts = {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
-    record["calibration"] = {**report.to_dict(), "text_sha256": texts}
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""Calibration of a converted checkpoint folder, in place: its position tensors change and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint
+from .calibration import LONGEST, CalibrationReport, calibrate
+from .configuration_drope import DroPEParameters
+from .convert import RECORD, read_source
+from .text import text_windows
+
+TOKENS = 16384
+
+
+def calibrate_checkpoint(
+    model_path: str | Path,
+    source_path: str | Path,
+    text_files: Sequence[str | Path],
+    *,
+    tokens: int = TOKENS,
+    length: int | None = None,
+    steps: int | None = None,
+    output_steps: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Calibrate a converted checkpoint folder in place: its position tensors change and nothing else.
+
+    Args:
+        model_path: a folder that `convert_checkpoint` wrote.
+        source_path: the folder it was converted from.
+        text_files: `.txt` or `.jsonl` (field "text"); windows are taken evenly from all of it.
+        tokens: in all, rounded down to whole windows.
+        length: tokens a window; default the source's context length, at most 8192 and at most half of `tokens`.
+        steps, output_steps, seed, progress: as in `calibrate`.
+
+    Raises:
+        ValueError: one sentence on why the folders, the text or the arguments cannot be used; nothing was written.
+    """
+    folder, config = read_source(model_path)
+    source_folder, source_config = read_source(source_path)
+    if not str(config.get("model_type", "")).endswith("_drope"):
+        raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
+    if (config.get("drope_parameters") or {}).get("position_bias") is None:
+        raise ValueError(
+            f"{folder} has no position bias to calibrate; convert its source with one, such as 'disentangled'."
+        )
+    _check_folders(folder, config, source_folder, source_config)
+    import transformers
+
+    import hf_drope  # noqa: F401  (registers the classes)
+
+    tokenizer = load_tokenizer(folder)
+    ids = checkpoint_windows(tokenizer, source_config, text_files, tokens, length)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    source = None
+    if not hasattr(model.base_model, "rotary_emb"):
+        source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
+    report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
+    changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
+    checkpoint.replace_tensors(folder, changed)
+    _write_record(folder, report, text_files)
+    return report
+
+
+def check_calibration(
+    source: Path,
+    parameters: DroPEParameters,
+    text_files: Sequence[str | Path],
+    *,
+    tokens: int = TOKENS,
+    length: int | None = None,
+    steps: int | None = None,
+    output_steps: int | None = None,
+) -> None:
+    """Raise what `calibrate_checkpoint` would, before the conversion whose result it is to calibrate."""
+    if parameters.position_bias is None:
+        raise ValueError("There is no position bias to calibrate; convert with one, such as --preset disentangled.")
+    if not text_files:
+        raise ValueError("Calibration needs text; give it with --text FILE.")
+    _, config = read_source(source)
+    for name, count in (("steps", steps), ("output_steps", output_steps)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} is {count}; it has to be at least 0.")
+    checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
+
+
+def checkpoint_windows(
+    tokenizer: Any, config: dict[str, Any], text_files: Sequence[str | Path], tokens: int, length: int | None
+) -> Tensor:
+    """The windows (n, length) that `calibrate_checkpoint` takes from text files; arguments and errors as there."""
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    if tokens < 2:
+        raise ValueError(f"tokens is {tokens}; it has to be at least 2.")
+    if length is None:
+        length = min(context, LONGEST, max(tokens // 2, 2))
+    if not 2 <= length <= min(context, tokens):
+        raise ValueError(
+            f"length is {length}; it has to be from 2 to {min(context, tokens)}, the source's context or all the tokens."
+        )
+    return text_windows(text_files, tokenizer, length, tokens // length)
+
+
+def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_config: dict[str, Any]) -> None:
+    """Refuse a source that is not the one `folder` was converted from, by what the conversion recorded and by weights."""
+    if f"{source_config.get('model_type')}_drope" != config["model_type"]:
+        raise ValueError(
+            f"{source} is a {source_config.get('model_type')}, which does not convert to {config['model_type']}."
+        )
+    mine, theirs = checkpoint.read_checkpoint(folder), checkpoint.read_checkpoint(source)
+    for name, info in mine.tensors.items():
+        other = theirs.tensors.get(name)
+        if other is not None and other.shape != info.shape:
+            raise ValueError(
+                f"{source} is not the source of {folder}: {name} is {list(other.shape)} there and {list(info.shape)} here."
+            )
+    names = sorted(set(mine.tensors) & set(theirs.tensors))
+    recorded = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
+    if "source_fingerprint" in recorded and recorded["source_fingerprint"] != checkpoint.fingerprint(theirs):
+        raise ValueError(
+            f"{source} is not the source of {folder}: its weights are not those that the conversion recorded."
+        )
+    if checkpoint.fingerprint(mine, names) != checkpoint.fingerprint(theirs, names):
+        raise ValueError(
+            f"The weights of {folder} are not those of {source} any more; calibrate before training, or convert anew."
+        )
+
+
+def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[str | Path]) -> None:
+    path = folder / RECORD
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    texts = {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
+    record["calibration"] = {**report.to_dict(), "text_sha256": texts}
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+"""The checkpoints of a run in its folder: the newest complete one, and what is said when another cannot be written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .record import NonFiniteLossError
+
+logger = logging.getLogger(__name__)
+
+# Bytes: less than this left, and a failed write has its reason.
+_NEARLY_FULL = 1 << 20
+
+
+@contextmanager
+def full_disk_told(folder: Path, checkpoint: Path | None = None) -> Iterator[None]:
+    """A write that fails for want of space becomes one sentence; an incomplete `checkpoint` is removed."""
+    try:
+        yield
+    except NonFiniteLossError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if shutil.disk_usage(folder).free > _NEARLY_FULL and "No space left" not in str(error):
+            raise
+        what = "the result could not be written"
+        if checkpoint is not None:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            what = f"{checkpoint.name} could not be written and was removed"
+        found = checkpoints(folder)
+        left = f"{found[max(found)]} is the last good one" if found else "there is none before it"
+        raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and go on with --resume.") from error
+
+
+def last_checkpoint(folder: Path, max_steps: int) -> str:
+    """The newest complete checkpoint; the Trainer writes `trainer_state.json` last, so a killed run's lacks it."""
+    for _, path in sorted(checkpoints(folder).items(), reverse=True):
+        try:
+            state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning("%s is incomplete and was skipped.", path)
+            continue
+        if state["max_steps"] != max_steps:
+            raise ValueError(
+                f"max_steps is {max_steps}, but {path} belongs to a run of {state['max_steps']} steps; resume with that."
+            )
+        return str(path)
+    raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    return {
+        int(step): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (step := path.name.removeprefix("checkpoint-")).isdigit() and path.name.startswith("checkpoint-")
+    }
+
+
+def check_learning_rate(checkpoint: str, learning_rate: float) -> None:
+    """A resumed run goes on with the rates in its scheduler, whatever it is told now."""
+    state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+    if learning_rate not in state["base_lrs"]:
+        raise ValueError(
+            f"learning_rate is {learning_rate:g}, but {checkpoint} belongs to a run with {state['base_lrs'][0]:g}; resume "
+            "with that, or begin a new run in another folder."
+        )
+
+
+def finished_steps(checkpoint: str) -> int:
+    return json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
