@@ -32,7 +32,7 @@ HELD_OUT = ("Persuasion", "1981-Carter-1")
 OTHER_KIND = ("Moby-Dick", "King James Bible")
 NOT_FOR_TRAINING = {*HELD_OUT, "EMMA", "2026-Trump-1"}
 WINDOWS = {512: 4, 2048: 2}
-BATCH, LENGTH = 4, 512
+BATCH, LENGTH = 2, 512
 FADE = DroPESchedule(warmup=0, transition=0.7, fade_terms=True)
 STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
 

@@ -23,7 +23,7 @@ _HOMES = {
     "drope_config_class": "configuration_drope",
     "apply_drope": "modeling_drope",
     "drope_class": "modeling_drope",
-    "plan_conversion": "convert",
+    "plan_conversion": "conversion_plan",
     "convert_checkpoint": "convert",
     "inspect_checkpoint": "convert",
     "verify_checkpoint": "verify",
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from .calibration import calibrate as calibrate
     from .configuration_drope import DroPEParameters as DroPEParameters
     from .configuration_drope import drope_config_class as drope_config_class
+    from .conversion_plan import plan_conversion as plan_conversion
     from .convert import convert_checkpoint as convert_checkpoint
     from .convert import inspect_checkpoint as inspect_checkpoint
-    from .convert import plan_conversion as plan_conversion
     from .distill import Distillation as Distillation
     from .folder_calibration import calibrate_checkpoint as calibrate_checkpoint
     from .modeling_drope import apply_drope as apply_drope

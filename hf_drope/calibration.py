@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .attention_drope import rotary_pairs, scale_queries
+from .attention_drope import rotary_pairs
+from .biased_attention import scale_queries
 from .disentangled_bias import RotaryPairs
 from .distill import as_source
 from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate
@@ -40,7 +41,6 @@ from .position_bias import PositionBias
 from .top_k_logits import evaluating
 
 LONGEST = 8192
-OUTPUT_STEPS = 32
 
 
 @dataclass
@@ -87,7 +87,7 @@ def calibrate(
     length: int | None = None,
     steps: int | None = None,
     output_steps: int | None = None,
-    learning_rate: float = 0.1,
+    learning_rate: float = 0.2,
     states: str | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -102,9 +102,10 @@ def calibrate(
         length: tokens a window, for strings; default the model's context length, at most 8192.
         steps: of the descent a layer towards the source's attention; 0 leaves the closed form. Default 32 for a disentangled
             bias with p2c and 0 for every other, which can match attention only at the expense of what comes out of it.
-        output_steps: of the descent of all layers together that follows, one window each, towards the source's next-token
-            distribution; default 8.
-        learning_rate: of the descent a layer, in units of each parameter's root mean square; half of it for the outputs.
+        output_steps: of the descent of all layers together that follows, 512 tokens each, towards the source's next-token
+            distribution; default 24 for a disentangled bias with p2c and 36 for every other.
+        learning_rate: of both descents, in units of each number's size (see `descend`); an eighth of it towards the outputs
+            where the start is close to the source, as with p2c.
         states: what the layers are fitted on: "own", the states that the converted earlier layers produce, or "source", those
             of the source. Default "own" for a disentangled bias with p2c, which stays close to its source, for a source with
             a learned table and with `qk_norm`; "source" for every other, whose own states are soon too far away.
@@ -124,7 +125,7 @@ def calibrate(
     # With p2c most of RoPE is there, and a layer can come close to its source.
     close = "p2c" in model.config.drope_parameters["position_bias"].get("terms", ())
     steps = (32 if close else 0) if steps is None else steps
-    output_steps = OUTPUT_STEPS if output_steps is None else output_steps
+    output_steps = (24 if close else 36) if output_steps is None else output_steps
     report = CalibrationReport(kind, windows=len(ids), length=ids.shape[1], steps=steps, output_steps=output_steps)
     started = time.monotonic()
     pairs = _pairs(model, next(iter(biases)))
@@ -169,7 +170,7 @@ def calibrate(
         model.base_model(ids, use_cache=False)
     if output_steps:
         # A start that is close to its source wants smaller steps.
-        rate = learning_rate / 2 if close else learning_rate * 2
+        rate = learning_rate / 8 if close else learning_rate
         teacher, generator = source if pairs is None else None, torch.Generator().manual_seed(seed)
         report.output_divergence = descend_to_outputs(model, teacher, ids, output_steps, rate, generator, progress)
     report.seconds = round(time.monotonic() - started, 1)

@@ -88,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         help="optimizer steps (default: 100,000 tokens after calibration, else 500,000, at most one pass over the text)",
     )
     sub.add_argument("--length", type=int, default=512, help="tokens a sequence (default: 512)")
-    sub.add_argument("--batch-size", type=int, default=4, help="sequences a step and device (default: 4)")
+    sub.add_argument("--batch-size", type=int, help="sequences a step and device (default: 2 if calibrated, else 4)")
     sub.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
-    sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 after calibration, else 3e-4)")
+    sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 if calibrated, 5e-4 for LoRA, else 3e-4)")
     sub.add_argument("--position-learning-rate", type=float, help="of bias and gate (default: 10 times the other)")
     sub.add_argument("--warmup", type=_length, metavar="N", help="steps, or share below 1, in which RoPE fades")
     sub.add_argument("--transition", type=_length, metavar="N", help="steps, or share below 1, in which the gate cools")
@@ -156,7 +156,7 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         "--output-steps",
         type=int,
         metavar="N",
-        help="descent steps of all layers towards the source's output (default: 8)",
+        help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias, else 36)",
     )
 
 
@@ -208,7 +208,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from .convert import convert_checkpoint, plan_conversion
+    from .conversion_plan import plan_conversion
+    from .convert import convert_checkpoint
 
     plan = plan_conversion(arguments.source, _parameters(arguments))
     if not arguments.calibrate and (arguments.text or _calibration(arguments)):

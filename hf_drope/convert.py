@@ -1,8 +1,6 @@
-"""Conversion of checkpoint folders: plan, then execute; nothing is loaded and nothing is written before all is checked.
+"""Conversion of checkpoint folders by a plan; nothing is loaded.
 
-A plan reads JSON and weight headers only. Executing it works in a hidden folder next to the target and renames that at the
-end, so a target is either absent or complete. A shard without a dropped key is copied as bytes; new position parameters go
-to one small shard of their own; every other file stays as it is, except `config.json` and the code that travels along.
+It works in a hidden folder next to the target and renames that at the end, so a target is either absent or complete.
 """
 
 from __future__ import annotations
@@ -11,9 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import math
-import os
-import re
 import shutil
 import signal
 import sys
@@ -21,378 +16,26 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import __version__, checkpoint
-from .checkpoint import CheckpointError
-from .configuration_drope import (
-    SUPPORTED_MODEL_TYPES,
-    TRAVELLING_FILES,
-    DroPEParameters,
-    auto_map,
-    drope_class_name,
-    drope_model_type,
+from .configuration_drope import TRAVELLING_FILES, DroPEParameters
+from .conversion_plan import (
+    LEARNED_TABLE,
+    RECORD,
+    SEED,
+    ConversionError,
+    ConversionPlan,
+    attention_prefixes,
+    first_of,
+    new_tensors,
+    quantised_key,
+    read_source,
+    why_dropped,
 )
 
 logger = logging.getLogger(__name__)
-
-RECORD = "drope_conversion.json"
-_SEED = 0
-_ATTENTION = re.compile(
-    r"^(?P<prefix>(?:.*\.)?(?P<layer>\d+)\.(?!crossattention\b)\w+)\.(?:q_proj|qkv_proj|query_key_value|c_attn)\.weight$"
-)
-_DROPPED = (
-    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq)$|\.attn\.embed_positions$"), "rotary buffer"),
-    (re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$"), "causal mask buffer"),
-)
-_LEARNED_TABLE = re.compile(r"(^|\.)wpe\.weight$")
-_NO_QK_NORM = ("gptj", "gpt2")
-# Keys that only quantised weights have, and the methods that write them.
-_QUANTISED = {
-    "bitsandbytes": re.compile(r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\S+|SCB)$"),
-    "GPTQ or AWQ": re.compile(r"\.(qweight|qzeros|g_idx)$"),
-    "compressed-tensors or FP8": re.compile(r"\.(weight_scale|weight_scale_inv|weight_packed)$"),
-}
-_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-_TRAINING_LEFTOVERS = re.compile(
-    r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^position_prediction\.safetensors$|^rng_state.*\.pth$|^trainer_state\.json$"
-)
-_WEIGHTS = re.compile(
-    r"^(model|pytorch_model)(\..*)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?$"
-    r"|\.(h5|msgpack|onnx|onnx_data|gguf|pth|ot)$|^consolidated.*|^tf_model.*|^flax_model.*|(^|/)openvino_.*\.(bin|xml)$"
-)
-_LEFT_OUT_FOLDERS = {".git": "version control", ".cache": "download cache", "original": "weights in another format"}
-
-
-class ConversionError(ValueError):
-    """A conversion that is refused; the message is one sentence and nothing was written."""
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """One weight file of the source; `kept` is None where it is copied as bytes."""
-
-    source: str
-    target: str
-    kept: tuple[str, ...] | None
-    bytes: int
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """What a conversion will do. `dropped` and `left_out` map a name to the reason, `added` a key to its shape."""
-
-    source: Path
-    parameters: DroPEParameters
-    config: dict[str, Any]
-    shards: tuple[ShardPlan, ...]
-    extra_shard: str | None
-    dropped: dict[str, str]
-    added: dict[str, list[int]]
-    copied: tuple[str, ...]
-    left_out: dict[str, str]
-    is_safetensors: bool
-
-    @property
-    def bytes(self) -> int:
-        """Bytes to write, the copied files included."""
-        files = sum((self.source / name).stat().st_size for name in self.copied)
-        return files + sum(shard.bytes for shard in self.shards) + 4 * sum(map(math.prod, self.added.values()))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source.name,
-            "model_type": self.config["model_type"],
-            "drope_parameters": self.parameters.to_dict(),
-            "shards": [
-                {"source": s.source, "target": s.target, "as_bytes": s.kept is None, "bytes": s.bytes}
-                for s in self.shards
-            ],
-            "extra_shard": self.extra_shard,
-            "dropped": self.dropped,
-            "added": self.added,
-            "copied": list(self.copied),
-            "left_out": self.left_out,
-            "bytes": self.bytes,
-        }
-
-    def describe(self) -> str:
-        """The plan in a few lines for a person."""
-        lines = [f"{self.source.name} → {self.config['model_type']}, rope_scale {self.parameters.rope_scale:g}"]
-        for name in ("position_bias", "gate", "attention_scale", "qk_norm", "window", "rope_layers"):
-            if getattr(self.parameters, name) is not None:
-                lines.append(f"  {name}: {getattr(self.parameters, name)}")
-        for shard in self.shards:
-            how = "copied as bytes" if shard.kept is None else "rewritten" if self.is_safetensors else "to safetensors"
-            lines.append(f"  {shard.source} → {shard.target}: {how}, {shard.bytes / 1e6:.1f} MB")
-        for reason, count in Counter(self.dropped.values()).items():
-            lines.append(f"  dropped: {count} × {reason}")
-        if self.added:
-            numbers = sum(map(math.prod, self.added.values()))
-            lines.append(f"  added: {len(self.added)} position tensors, {numbers} numbers, in {self.extra_shard}")
-        lines.append(f"  {len(self.copied)} other files unchanged, {len(TRAVELLING_FILES)} code files, {RECORD}")
-        lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
-        return "\n".join(lines)
-
-
-def _first(config: dict[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def read_source(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The folder and its `config.json`; refuses what is not a local checkpoint folder."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConversionError(f"{folder} is not a local folder; download the checkpoint first and give its folder.")
-    if not (path / "config.json").is_file():
-        raise ConversionError(f"The local folder {path} was used, and it has no config.json.")
-    return path, checkpoint.read_json(path / "config.json")
-
-
-def plan_conversion(
-    src: str | Path, parameters: DroPEParameters | str = "nope", *, overrides: dict[str, Any] | None = None
-) -> ConversionPlan:
-    """Say what converting the checkpoint in `src` would write, drop and add. Reads no weights.
-
-    Args:
-        src: a local checkpoint folder (safetensors or `.bin`, sharded or not).
-        parameters: settings or the name of a preset, changed by `overrides` as in `DroPEParameters.preset`.
-
-    Raises:
-        ValueError: one sentence on why this source or these settings are refused.
-    """
-    settings = DroPEParameters.preset(parameters) if isinstance(parameters, str) else parameters
-    settings = settings.replace(**(overrides or {}))
-    source, config = read_source(src)
-    _refuse_model(config)
-    weights = checkpoint.read_checkpoint(source)
-    quantised = _quantised_key(weights.tensors)
-    if quantised is not None:
-        raise ConversionError(
-            f"{source.name} holds quantised weights ({quantised}); convert the unquantised checkpoint."
-        )
-    attentions = _attention_prefixes(config, weights.tensors)
-    settings.check_layers(len(attentions))
-    _refuse_settings(config, settings, weights.tensors)
-
-    dropped = {name: reason for name in weights.tensors if (reason := _why_dropped(name, settings))}
-    # Where the config does not say, GPT-2 is the one supported type that ties by default.
-    if not weights.is_safetensors and config.get("tie_word_embeddings", config["model_type"] == "gpt2"):
-        tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
-        dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
-    added = _new_tensors(config, settings, attentions)
-    clash = next((name for name in added if name in weights.tensors), None)
-    if clash is not None:
-        raise ConversionError(f"{source.name} already holds {clash}, which this conversion would add.")
-    shards, extra = _plan_shards(weights, dropped, bool(added))
-    copied, left_out = _plan_files(source, {shard.source for shard in shards})
-    return ConversionPlan(
-        source=source,
-        parameters=settings,
-        config=_new_config(config, settings),
-        shards=shards,
-        extra_shard=extra,
-        dropped=dropped,
-        added={name: list(tensor.shape) for name, tensor in added.items()},
-        copied=copied,
-        left_out=left_out,
-        is_safetensors=weights.is_safetensors,
-    )
-
-
-def _refuse_model(config: dict[str, Any]) -> None:
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type.endswith("_drope"):
-        raise ConversionError(f"This checkpoint is converted already ({model_type}); convert its source instead.")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConversionError(
-            f"model_type {model_type!r} is not supported for conversion; supported are {', '.join(SUPPORTED_MODEL_TYPES)}."
-        )
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        method = method or "an unnamed method"
-        raise ConversionError(f"This checkpoint is quantised ({method}); convert the unquantised checkpoint.")
-
-
-def _refuse_settings(config: dict[str, Any], settings: DroPEParameters, tensors: dict[str, Any]) -> None:
-    """Settings that the converted model would refuse when it is loaded, which is too late."""
-    model_type = config["model_type"]
-    if settings.rope_layers is not None and any(map(_LEARNED_TABLE.search, tensors)):
-        raise ConversionError(
-            f"rope_layers is {settings.rope_layers}, but {model_type} has a learned position table, which is added once "
-            "before all layers; set rope_layers to null."
-        )
-    if settings.qk_norm is not None and model_type in _NO_QK_NORM:
-        raise ConversionError(
-            f"qk_norm is {settings.qk_norm!r}, but {model_type} never holds its queries and keys together; set it to null."
-        )
-    if settings.position_bias is not None and config.get("reorder_and_upcast_attn"):
-        raise ConversionError(
-            "reorder_and_upcast_attn is true in config.json, which bypasses a position bias; set it to false there first."
-        )
-
-
-def _quantised_key(tensors: dict[str, Any]) -> str | None:
-    """A key that gives quantised weights away, and the method it speaks of."""
-    for method, pattern in _QUANTISED.items():
-        for name in tensors:
-            if pattern.search(name):
-                return f"{method}: {name}"
-    return None
-
-
-def _attention_prefixes(config: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
-    """The key prefix of each layer's attention module, in the order of the layers."""
-    found = {int(match["layer"]): match["prefix"] for name in tensors if (match := _ATTENTION.match(name))}
-    layers = _first(config, "num_hidden_layers", "n_layer")
-    if not found or sorted(found) != list(range(layers if isinstance(layers, int) else 0)):
-        raise ConversionError(
-            f"config.json speaks of {layers} layers, but the weights hold attention for {len(found)}."
-        )
-    return [found[index] for index in sorted(found)]
-
-
-def _why_dropped(name: str, settings: DroPEParameters) -> str | None:
-    for pattern, reason in _DROPPED:
-        if pattern.search(name):
-            return reason
-    if settings.rope_scale == 0.0 and _LEARNED_TABLE.search(name):
-        return "learned position table"
-    return None
-
-
-def _shares_storage(weights: checkpoint.Checkpoint, name: str) -> bool:
-    file = next(file for file, tensors in weights.files.items() if name in tensors)
-    state = checkpoint.load_bin(weights.folder / file)
-    return any(other.data_ptr() == state[name].data_ptr() for key, other in state.items() if key != name)
-
-
-def _new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: list[str]) -> dict[str, Any]:
-    """The position parameters that the converted model has and its source lacks, at their initial values in fp32."""
-    if settings.position_bias is None and settings.qk_norm is None:
-        return {}
-    import torch
-
-    from .position_bias import RotaryPairs, build_position_bias
-
-    heads = _first(config, "num_attention_heads", "n_head")
-    groups = config.get("num_key_value_heads") or heads
-    hidden = _first(config, "hidden_size", "n_embd")
-    if not all(isinstance(size, int) and size > 0 for size in (heads, groups, hidden)):
-        raise ConversionError(
-            f"config.json gives {heads} heads, {groups} key/value heads and hidden size {hidden}; "
-            "a position bias needs all three as whole numbers."
-        )
-    head_dim = config.get("head_dim") or hidden // heads
-    # Here for their number alone: a model makes the frequencies anew when it is loaded.
-    rotary = RotaryPairs((1.0,) * (_rotated_channels(config, head_dim) // 2))
-    tensors: dict[str, Any] = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        for index, prefix in enumerate(attentions):
-            bias = build_position_bias(
-                settings,
-                num_heads=heads,
-                num_key_value_heads=groups,
-                hidden_size=hidden,
-                head_dim=head_dim,
-                rotary=rotary if rotary.frequencies else None,
-                keeps_rope=index in (settings.rope_layers or ()),
-            )
-            if bias is not None:
-                tensors.update({f"{prefix}.position_bias.{name}": value for name, value in bias.state_dict().items()})
-            for which, size in (("q", heads * head_dim), ("k", groups * head_dim)):
-                if which in (settings.qk_norm or ""):
-                    tensors[f"{prefix}.qk_norm.{which}_norm.weight"] = torch.ones(size)
-    return tensors
-
-
-def _rotated_channels(config: dict[str, Any], head_dim: int) -> int:
-    """Channels of a head that the source rotates: all, the first few (GPT-NeoX, GPT-J), or none (a learned table)."""
-    if config["model_type"] == "gpt2":
-        return 0
-    if config["model_type"] == "gptj":
-        # The config class's own default, and what null means there: all channels of the model, refused when it is loaded.
-        return config.get("rotary_dim", 64) or head_dim
-    share = _first(config.get("rope_parameters") or {}, "partial_rotary_factor")
-    share = share or _first(config, "partial_rotary_factor", "rotary_pct")
-    return int(head_dim * (share or (0.25 if config["model_type"] == "gpt_neox" else 1.0)))
-
-
-def _plan_shards(
-    weights: checkpoint.Checkpoint, dropped: dict[str, str], extra: bool
-) -> tuple[tuple[ShardPlan, ...], str | None]:
-    files = {}
-    for name, tensors in weights.files.items():
-        kept = tuple(tensor for tensor in tensors if tensor not in dropped)
-        if kept:
-            files[name] = kept
-    total = len(files) + extra
-    numbered = not weights.is_safetensors or (extra and len(files) == 1)
-    plans = []
-    for number, (name, kept) in enumerate(files.items(), start=1):
-        target = f"model-{number:05d}-of-{total:05d}.safetensors" if numbered and total > 1 else name
-        if total == 1:
-            target = checkpoint.SAFE_WEIGHTS
-        # Transformers refuses, and older readers crash on, a file whose metadata does not give this format.
-        whole = weights.formats[name] == "pt" and len(kept) == len(weights.files[name])
-        infos = weights.files[name]
-        size = (weights.folder / name).stat().st_size if whole else sum(infos[t].end - infos[t].start for t in kept)
-        plans.append(ShardPlan(name, target, None if whole else kept, size))
-    if not extra:
-        return tuple(plans), None
-    return tuple(plans), f"model-{total:05d}-of-{total:05d}.safetensors" if numbered else "model-position.safetensors"
-
-
-def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The other files: copied as they are, or left out with a reason."""
-    copied, left_out = [], {}
-    for folder, folders, names in os.walk(source):
-        inside = Path(folder).relative_to(source)
-        if inside == Path("."):
-            for name in [name for name in folders if name in _LEFT_OUT_FOLDERS or name.startswith("checkpoint-")]:
-                left_out[name + "/"] = _LEFT_OUT_FOLDERS.get(name, "training checkpoint")
-                folders.remove(name)
-        left_out.update(
-            {f"{inside / name}/": "link to a folder" for name in folders if Path(folder, name).is_symlink()}
-        )
-        for name in sorted(names):
-            relative = str(inside / name)
-            if (name == "config.json" and inside == Path(".")) or relative in weights:
-                continue
-            if _TRAINING_LEFTOVERS.search(name):
-                left_out[relative] = "left over from training"
-            elif _WEIGHTS.search(name):
-                left_out[relative] = "weights in another file or format"
-            elif relative in TRAVELLING_FILES or relative == RECORD:
-                left_out[relative] = "written anew"
-            elif not Path(folder, name).is_file():
-                left_out[relative] = "broken link or not a regular file"
-            else:
-                copied.append(relative)
-    return tuple(sorted(copied)), left_out
-
-
-def other_files(source: Path) -> tuple[str, ...]:
-    """The files of a checkpoint folder that are neither weights, config nor code: tokenizer, chat template and the like."""
-    return _plan_files(source, set())[0]
-
-
-def _new_config(config: dict[str, Any], settings: DroPEParameters) -> dict[str, Any]:
-    """The source's config with four entries changed; its RoPE settings stay, so a conversion can be undone."""
-    entries = auto_map(config["model_type"])
-    causal_lm = entries["AutoModelForCausalLM"].rpartition(".")[2]
-    names = [drope_class_name(name) for name in config.get("architectures") or [causal_lm]]
-    changed = {
-        "model_type": drope_model_type(config["model_type"]),
-        "architectures": names,
-        "auto_map": entries,
-        "drope_parameters": settings.to_dict(),
-    }
-    return {**config, **changed}
 
 
 def convert_checkpoint(
@@ -476,7 +119,7 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
         if plan.extra_shard is not None:
             _, config = read_source(plan.source)
             weights = checkpoint.read_checkpoint(plan.source)
-            new = _new_tensors(config, plan.parameters, _attention_prefixes(config, weights.tensors))
+            new = new_tensors(config, plan.parameters, attention_prefixes(config, weights.tensors))
             checkpoint.write_tensors(new, work / plan.extra_shard, bar.update)
             weight_map.update(dict.fromkeys(new, plan.extra_shard))
             total += sum(tensor.numel() * 4 for tensor in new.values())
@@ -505,7 +148,7 @@ def _record(plan: ConversionPlan) -> dict[str, Any]:
         "dropped": plan.dropped,
         "added": plan.added,
         "left_out": plan.left_out,
-        "seed": _SEED,
+        "seed": SEED,
         "versions": {
             "hf-drope": __version__,
             **{name: importlib.metadata.version(name) for name in ("transformers", "torch", "safetensors")},
@@ -521,38 +164,28 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     source, config = read_source(path)
     weights = checkpoint.read_checkpoint(source)
-    heads = _first(config, "num_attention_heads", "n_head")
-    hidden = _first(config, "hidden_size", "n_embd")
+    heads = first_of(config, "num_attention_heads", "n_head")
+    hidden = first_of(config, "hidden_size", "n_embd")
     rope = config.get("rope_parameters") or {
         key: config[key] for key in ("rope_theta", "rope_scaling", "rotary_dim") if config.get(key) is not None
     }
-    table = next((list(info.shape) for name, info in weights.tensors.items() if _LEARNED_TABLE.search(name)), None)
-    dropped = Counter(filter(None, (_why_dropped(name, DroPEParameters()) for name in weights.tensors)))
+    table = next((list(info.shape) for name, info in weights.tensors.items() if LEARNED_TABLE.search(name)), None)
+    dropped = Counter(filter(None, (why_dropped(name, DroPEParameters()) for name in weights.tensors)))
     return {
         "model_type": config.get("model_type"),
         "architectures": config.get("architectures"),
-        "layers": _first(config, "num_hidden_layers", "n_layer"),
+        "layers": first_of(config, "num_hidden_layers", "n_layer"),
         "heads": heads,
         "key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or (hidden // heads if heads and hidden else None),
-        "context_length": _first(config, "max_position_embeddings", "n_positions"),
+        "context_length": first_of(config, "max_position_embeddings", "n_positions"),
         "rope": rope or None,
         "learned_table": table,
         "tied": config.get("tie_word_embeddings"),
         "parameters": checkpoint.parameter_count(weights.tensors.values()),
         "dtypes": dict(Counter(info.dtype for info in weights.tensors.values())),
         "files": {name: len(tensors) for name, tensors in weights.files.items()},
-        "quantised": bool(config.get("quantization_config")) or _quantised_key(weights.tensors) is not None,
+        "quantised": bool(config.get("quantization_config")) or quantised_key(weights.tensors) is not None,
         "drope_parameters": config.get("drope_parameters"),
         "conversion_would_drop": dict(dropped),
     }
-
-
-__all__ = [
-    "CheckpointError",
-    "ConversionError",
-    "ConversionPlan",
-    "convert_checkpoint",
-    "inspect_checkpoint",
-    "plan_conversion",
-]

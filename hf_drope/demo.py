@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 import hf_drope  # noqa: F401  (registers the classes)
 
 from .configuration_drope import DroPEParameters
-from .convert import ConversionError, convert_checkpoint, plan_conversion
+from .conversion_plan import ConversionError, plan_conversion
+from .convert import convert_checkpoint
 from .training import DroPECallback, DroPETrainer
 
 WINDOW = 128

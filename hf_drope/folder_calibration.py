@@ -15,7 +15,7 @@ from torch import Tensor
 from . import checkpoint
 from .calibration import LONGEST, CalibrationReport, calibrate
 from .configuration_drope import DroPEParameters
-from .convert import RECORD, read_source
+from .conversion_plan import RECORD, read_source
 from .text import text_windows
 
 TOKENS = 16384

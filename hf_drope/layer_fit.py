@@ -21,7 +21,7 @@ ROWS = 64
 # Blocks of that many queries a window, over which statistics are taken.
 _BLOCKS = 2
 # Rounds in which a fit by distance and the rows' constants are fitted in turn.
-_ROUNDS = 10
+_ROUNDS = 3
 _HIDDEN = -1e9
 
 

@@ -20,13 +20,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention_drope import (
     QKNorm,
-    check_scale,
     drope_attention_class,
     is_attention,
-    refuse_backend,
     rotary_pairs,
     rotates_queries_and_keys_together,
 )
+from .biased_attention import check_scale, refuse_backend
 from .configuration_drope import (
     DroPEParameters,
     auto_map,

@@ -18,13 +18,14 @@ from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .convert import RECORD, other_files, read_source
+from .conversion_plan import RECORD, other_files, read_source
 from .distill import Distillation, check_teacher
 from .folder_calibration import load_tokenizer
 from .hardware import multiplies_bf16
 from .recalibration_plan import (
     CALIBRATED,
     FROM_SCRATCH,
+    LORA_LEARNING_RATE,
     describe_plan,
     disk_space,
     fitting_schedule,
@@ -99,7 +100,7 @@ def recalibrate(
     *,
     max_steps: int | None = None,
     sequence_length: int = 512,
-    batch_size: int = 4,
+    batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
     learning_rate: float | None = None,
     position_learning_rate: float | None = None,
@@ -129,8 +130,10 @@ def recalibrate(
         text_files: `.txt` or `.jsonl` (field "text").
         max_steps: optimizer steps; 0 saves and trains nothing. Default: 100,000 tokens for a calibrated model and 500,000
             for another, but at most one pass over the text.
-        sequence_length: tokens a sequence; `batch_size` sequences a device, `gradient_accumulation_steps` batches a step.
-        learning_rate: default 1e-4 for a calibrated model, 3e-4 for another.
+        sequence_length: tokens a sequence.
+        batch_size: sequences a device, default 2 for a calibrated model, whose short run wants many steps, 4 for another;
+            `gradient_accumulation_steps` batches a step.
+        learning_rate: default 1e-4 for a calibrated model, 3e-4 for another, 5e-4 with `lora_rank`.
         position_learning_rate: of biases and gates, default ten times `learning_rate`.
         lora_rank: train LoRA adapters of this rank; the result is the merged model.
         distill: weight, 0 to 1, of the divergence from the source's predictions in the loss; the rest is the ordinary loss.
@@ -168,7 +171,8 @@ def recalibrate(
     recipe = CALIBRATED if calibrated else FROM_SCRATCH
     if train_only is None:
         train_only = "all" if lora_rank is not None else recipe.train_only
-    learning_rate = recipe.learning_rate if learning_rate is None else learning_rate
+    if learning_rate is None:
+        learning_rate = recipe.learning_rate if lora_rank is None else LORA_LEARNING_RATE
     if max_steps is not None and max_steps < 0:
         raise ValueError(f"max_steps is {max_steps}; it has to be at least 0.")
     if train_only not in ("all", "attention", "position"):
@@ -200,6 +204,7 @@ def recalibrate(
         )
     if not position_prediction >= 0:
         raise ValueError(f"position_prediction is {position_prediction}; it has to be a number of at least 0.")
+    batch_size = recipe.batch_size if batch_size is None else batch_size
     target = Path(out)
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; choose another folder, or go on there with --resume.")

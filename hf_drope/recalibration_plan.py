@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .convert import RECORD
+from .conversion_plan import RECORD
 from .distill import Distillation
 from .schedule import DroPESchedule
 from .top_k_logits import TopKLogits
@@ -22,12 +22,15 @@ class Recipe:
 
     tokens: int
     learning_rate: float
+    batch_size: int
     train_only: str
 
 
 # After calibration little is left to learn; a model that was only dropped has everything to learn anew.
-CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, train_only="attention")
-FROM_SCRATCH = Recipe(tokens=500_000, learning_rate=3e-4, train_only="attention")
+CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, batch_size=2, train_only="attention")
+FROM_SCRATCH = Recipe(tokens=500_000, learning_rate=3e-4, batch_size=4, train_only="attention")
+# Adapters start at zero and want larger steps.
+LORA_LEARNING_RATE = 5e-4
 
 
 def is_calibrated(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from . import checkpoint
 from .configuration_drope import DroPEParameters, auto_map
-from .convert import ConversionError, plan_conversion, read_source
+from .conversion_plan import ConversionError, plan_conversion, read_source
 
 logger = logging.getLogger(__name__)
 

@@ -196,7 +196,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.calls: list[Call] = []
-        original = attention_drope._attend
+        original = attention_drope.attend
 
         def record(stock, implementation, module, query, key, value, attention_mask, drope_position=None, **kwargs):
             scaling = kwargs.get("scaling")
@@ -211,7 +211,7 @@ class Recorder:
             self.calls.append(Call(module, query, key, value, attention_mask, scaling, offset, hidden, output, weights))
             return output, weights
 
-        monkeypatch.setattr(attention_drope, "_attend", record)
+        monkeypatch.setattr(attention_drope, "attend", record)
 
 
 @torch.no_grad()

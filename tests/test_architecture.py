@@ -16,13 +16,14 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
     {"configuration_drope", "fp32_module", "hardware", "rotary_drope"},
-    {"disentangled_bias"},
+    {"disentangled_bias", "gates"},
     {"position_bias"},
+    {"biased_attention"},
     {"attention_drope"},
     {"modeling_drope"},
     {"checkpoint", "schedule", "model_card", "text"},
-    {"convert", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
-    {"distill", "resume"},
+    {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
+    {"convert", "distill", "resume"},
     {"layer_fit", "output_descent"},
     {"calibration", "training", "evaluate", "report", "export", "verify"},
     {"folder_calibration", "recalibration_plan"},
@@ -31,7 +32,7 @@ FLOORS = [
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
-LIGHT = {"configuration_drope", "checkpoint", "schedule", "model_card", "convert", "text", "cli"}
+LIGHT = {"configuration_drope", "checkpoint", "schedule", "model_card", "conversion_plan", "convert", "text", "cli"}
 PUBLIC = [
     "Distillation",
     "DroPECallback",

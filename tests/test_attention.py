@@ -12,7 +12,7 @@ from reference import Recorder, randomise_position
 from tiny import random_ids, tiny_config, tiny_model
 from transformers import DynamicCache
 
-from hf_drope import DroPEParameters, apply_drope, attention_drope, drope_class, drope_config_class
+from hf_drope import DroPEParameters, apply_drope, attention_drope, biased_attention, drope_class, drope_config_class
 
 BACKENDS = ("eager", "sdpa")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -68,7 +68,7 @@ def weights_of(model, ids):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(attention_drope, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(biased_attention, "QUERY_BLOCK", 4)
 
 
 @every_backend
@@ -132,7 +132,7 @@ def test_constant_attention_scale_multiplies_the_scores(settings, backend, monke
         )
         position = attention_drope.Position(0, 0, call.hidden_states)
         with torch.no_grad():
-            output, _ = attention_drope._attend(
+            output, _ = attention_drope.attend(
                 function,
                 stock,
                 plain,
@@ -421,7 +421,7 @@ def test_blocks_of_queries_equal_one_block_gradients_included(bias, padding, mon
     mask[1, :padding] = 0
     results = []
     for block in (64, 4):
-        monkeypatch.setattr(attention_drope, "QUERY_BLOCK", block)
+        monkeypatch.setattr(biased_attention, "QUERY_BLOCK", block)
         model = build(BIASES[bias])
         output = model(ids, attention_mask=mask if padding else None, labels=ids)
         output.loss.backward()
@@ -454,9 +454,9 @@ def test_chunked_prefill_in_blocks_equals_full_forward(bias):
 def test_blocks_never_see_the_whole_score_matrix(monkeypatch):
     """A long sequence must not make (heads, L, L) of anything."""
     shapes = []
-    original = attention_drope.unfold_rows
+    original = biased_attention.unfold_rows
     monkeypatch.setattr(
-        attention_drope, "unfold_rows", lambda row, n, m: (shapes.append((n, m)), original(row, n, m))[1]
+        biased_attention, "unfold_rows", lambda row, n, m: (shapes.append((n, m)), original(row, n, m))[1]
     )
     logits(build(BIASES["table_score"]), random_ids(1, 16))
     assert shapes

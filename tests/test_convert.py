@@ -365,7 +365,7 @@ def test_too_little_space_is_said_in_bytes(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from hf_drope import checkpoint, convert
+from hf_drope import checkpoint, convert, plan_conversion
 step, seen = int(sys.argv[3]), 0
 
 def count(*names):
@@ -386,7 +386,7 @@ def killed_after_rename(self, target):
     if step == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 convert.Path.rename = killed_after_rename
-convert.convert_checkpoint(convert.plan_conversion(sys.argv[1], "drope"), sys.argv[2], progress=False)
+convert.convert_checkpoint(plan_conversion(sys.argv[1], "drope"), sys.argv[2], progress=False)
 """
 
 
@@ -670,10 +670,10 @@ def test_any_folder_name_will_do(name, tmp_path, monkeypatch):
 
 TERMINATED = """
 import os, signal, sys
-from hf_drope import checkpoint, convert
+from hf_drope import checkpoint, convert, plan_conversion
 
 checkpoint.copy_file = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)
-convert.convert_checkpoint(convert.plan_conversion(sys.argv[1]), sys.argv[2], progress=False)
+convert.convert_checkpoint(plan_conversion(sys.argv[1]), sys.argv[2], progress=False)
 """
 
 
@@ -718,7 +718,7 @@ def test_a_limit_on_file_size_is_one_sentence_and_leaves_nothing(tmp_path):
 KILLED_IN_BETWEEN = """
 import os, signal, sys
 from pathlib import Path
-from hf_drope import convert
+from hf_drope import convert, plan_conversion
 
 rename, left = Path.rename, [int(sys.argv[3])]
 
@@ -729,7 +729,7 @@ def killed_before(self, target):
     return rename(self, target)
 
 Path.rename = killed_before
-convert.convert_checkpoint(convert.plan_conversion(sys.argv[1]), sys.argv[2], overwrite=True, progress=False)
+convert.convert_checkpoint(plan_conversion(sys.argv[1]), sys.argv[2], overwrite=True, progress=False)
 """
 
 

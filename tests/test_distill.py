@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import logits
-from tiny import VOCAB, random_ids, scale_up, tiny_model
+from tiny import TRAINING, VOCAB, random_ids, scale_up, tiny_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -29,18 +29,7 @@ from hf_drope.training import PositionGroupsMixin, freeze_all_but_position, lora
 
 IDS = random_ids(2, 11, seed=5)
 ROWS = [{"input_ids": row, "labels": row} for row in random_ids(16, 10)]
-TRAINING: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 1,
-}
+UNCLIPPED: dict[str, Any] = {**TRAINING, "max_steps": 3, "max_grad_norm": 0.0, "save_strategy": "no"}
 
 
 class Distiller(DistillationMixin, PositionGroupsMixin, Trainer):
@@ -70,7 +59,7 @@ def trainer(
 ) -> Any:
     return Distiller(
         model=model,
-        args=TrainingArguments(output_dir=str(folder), **{**TRAINING, **overrides}),
+        args=TrainingArguments(output_dir=str(folder), **{**UNCLIPPED, **overrides}),
         train_dataset=rows,
         eval_dataset=rows[:4],
         callbacks=[DroPECallback(schedule or DroPESchedule(warmup=0, transition=1))],
@@ -342,7 +331,7 @@ def test_without_distillation_and_in_evaluation_the_loss_is_the_ordinary_one(tmp
 
     plain = Plain(
         model=converted(),
-        args=TrainingArguments(output_dir=str(tmp_path), **TRAINING),
+        args=TrainingArguments(output_dir=str(tmp_path), **UNCLIPPED),
         train_dataset=ROWS,
         callbacks=[DroPECallback(DroPESchedule(warmup=0, transition=1))],
     )

@@ -10,14 +10,12 @@ from reference import SMALLEST_SLOPE, reference_bias, reference_gate, sigmoid
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_drope.configuration_drope import BIAS_SETTINGS, DroPEParameters
+from hf_drope.gates import HeadGate, QueryGate, ScoreGate
 from hf_drope.position_bias import (
-    HeadGate,
     LinearBias,
     LogBias,
     LowRankBias,
     PositionBias,
-    QueryGate,
-    ScoreGate,
     TableBias,
     alibi_slopes,
     build_position_bias,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import random_ids, tiny_model
+from tiny import TRAINING, random_ids, tiny_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
 
@@ -36,17 +36,7 @@ def model(preset: str = "drope", family: str = "llama") -> Any:
 def make(
     folder: Path, weight: float = 0.5, trained: Any = None, trainer: Any = PositionTrainer, **overrides: Any
 ) -> Any:
-    settings = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 1,
-    }
+    settings = {**TRAINING, "max_steps": 6, "learning_rate": 1e-2, "save_strategy": "no"}
     named = ("position_prediction_stages", "callbacks", "train_dataset", "data_collator", "eval_dataset")
     keywords = {name: overrides.pop(name) for name in named if name in overrides}
     if weight:

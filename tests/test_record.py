@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiny import random_ids, tiny_model
+from tiny import TRAINING, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_drope import DroPECallback, DroPESchedule, apply_drope
@@ -30,17 +30,7 @@ def model(preset: str = "drope") -> Any:
 
 
 def make(folder: Path, *callbacks: Any, trainer: Any = GuardedTrainer, trained: Any = None, **overrides: Any) -> Any:
-    settings = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 1,
-    }
+    settings = {**TRAINING, "max_steps": 6, "save_steps": 2}
     return trainer(
         model=trained or model(),
         args=TrainingArguments(output_dir=str(folder), **{**settings, **overrides}),

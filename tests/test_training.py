@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import logits, run_python, tiny_tokenizer, write_source
-from tiny import VOCAB, random_ids, tiny_model
+from tiny import TRAINING, VOCAB, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_drope import (
@@ -61,21 +61,8 @@ def model(preset: str = "drope", family: str = "llama") -> Any:
     return apply_drope(tiny_model(family, scale=2.0), preset, rope_scale=1.0)
 
 
-TRAINING: dict[str, Any] = {
-    "max_steps": 9,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_steps": 2,
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 1,
-}
-
-
 def arguments(folder: Path, **overrides: Any) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(folder), **{**TRAINING, **overrides})
+    return TrainingArguments(output_dir=str(folder), **{**TRAINING, "max_steps": 9, "save_steps": 2, **overrides})
 
 
 def train(folder: Path, trained: Any = None, resume: Any = None, trainer: Any = DroPETrainer, **overrides: Any) -> Any:

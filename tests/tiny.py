@@ -56,6 +56,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Arguments of a short, quiet and repeatable run of a Trainer.
+TRAINING: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 1,
+}
+
+
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     prefix, arguments = FAMILIES[family]
     return getattr(transformers, f"{prefix}Config")(**{**arguments, **overrides})
