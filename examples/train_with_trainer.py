@@ -58,7 +58,7 @@ trainer = DroPETrainer(
     train_dataset=PackedText(options.texts, tokenizer, options.length),
     # A calibrated model has nothing to fade; without calibration, DroPESchedule() and rope_scale=1 in the plan.
     callbacks=[
-        DroPECallback(DroPESchedule(warmup=0, transition=0)),
+        DroPECallback(DroPESchedule(warmup=0, transition=0, temperature_curve="constant")),
         ConvergenceRecord(options.batch_size * options.length),
     ],
     distill=Distillation(teacher, weight=options.distill) if options.distill else None,

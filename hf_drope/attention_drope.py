@@ -201,7 +201,7 @@ def drope_attention_class(stock: Any, rotary: bool) -> type:
         "__module__": __name__,
         "__doc__": stock.__doc__,
         "needs_position": property(_needs_position),
-        # Calibration looks at un-rotated queries and keys here.
+        # Calibration looks at queries and keys here, as attention gets them.
         "observe": None,
     }
     _attention_classes[stock] = type(f"DroPE{stock.__name__}", (stock,), namespace)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -107,8 +108,8 @@ def calibrate(
         learning_rate: of both descents, in units of each number's size (see `descend`); an eighth of it towards the outputs
             where the start is close to the source, as with p2c.
         states: what the layers are fitted on: "own", the states that the converted earlier layers produce, or "source", those
-            of the source. Default "own" for a disentangled bias with p2c, which stays close to its source, for a source with
-            a learned table and with `qk_norm`; "source" for every other, whose own states are soon too far away.
+            of the source. Default "own" for a disentangled bias with p2c, which stays close to its source, and always for a
+            source with a learned table and with `qk_norm`; "source" for every other, whose own states are soon too far away.
         seed: of the choice of queries.
         progress: show a bar by layers where standard error is a terminal.
 
@@ -121,22 +122,70 @@ def calibrate(
     for name, count in (("steps", steps), ("output_steps", output_steps)):
         if count is not None and count < 0:
             raise ValueError(f"{name} is {count}; it has to be at least 0.")
-    kind = model.config.drope_parameters["position_bias"]["type"]
+    parameters = model.config.drope_parameters
     # With p2c most of RoPE is there, and a layer can come close to its source.
-    close = "p2c" in model.config.drope_parameters["position_bias"].get("terms", ())
+    close = "p2c" in parameters["position_bias"].get("terms", ())
     steps = (32 if close else 0) if steps is None else steps
     output_steps = (24 if close else 36) if output_steps is None else output_steps
-    report = CalibrationReport(kind, windows=len(ids), length=ids.shape[1], steps=steps, output_steps=output_steps)
-    started = time.monotonic()
+    if output_steps and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} predicts no next tokens to calibrate on; give output_steps=0, or calibrate the causal "
+            "language model."
+        )
     pairs = _pairs(model, next(iter(biases)))
+    own = _takes_own_states(states, pairs, parameters["qk_norm"], close)
+    report = CalibrationReport(
+        parameters["position_bias"]["type"],
+        windows=len(ids),
+        length=ids.shape[1],
+        steps=steps,
+        output_steps=output_steps,
+    )
+    started = time.monotonic()
+    with _restored_on_error(model), _unstretched(biases.values()):
+        _fit_layers(model, source, ids, biases, pairs, own, learning_rate, seed, progress, report)
+        if output_steps:
+            # A start that is close to its source wants smaller steps.
+            rate = learning_rate / 8 if close else learning_rate
+            teacher, generator = source if pairs is None else None, torch.Generator().manual_seed(seed)
+            report.output_divergence = descend_to_outputs(model, teacher, ids, output_steps, rate, generator, progress)
+    report.seconds = round(time.monotonic() - started, 1)
+    model.config.drope_calibrated = True
+    return report
+
+
+def _takes_own_states(states: str | None, pairs: RotaryPairs | None, qk_norm: str | None, close: bool) -> bool:
     if states not in (None, "own", "source"):
         raise ValueError(f"states is {states!r}; it has to be 'own' or 'source'.")
     if states == "source" and pairs is None:
         raise ValueError("states is 'source', but this source has a learned position table; use 'own'.")
-    # Added norms are no part of the source, and what they do is fitted as well.
-    own = states == "own" or pairs is None or (states is None and (close or model.config.drope_parameters["qk_norm"]))
+    if states == "source" and qk_norm:
+        raise ValueError("states is 'source', but the source has none of the norms of qk_norm; use 'own'.")
+    return states == "own" or pairs is None or bool(qk_norm) or (states is None and close)
+
+
+def _fit_layers(
+    model: Any,
+    source: Any,
+    ids: Tensor,
+    biases: dict[Any, PositionBias],
+    pairs: RotaryPairs | None,
+    own: bool,
+    learning_rate: float,
+    seed: int,
+    progress: bool,
+    report: CalibrationReport,
+) -> None:
+    """One forward pass in which each layer is fitted as it is reached."""
     settings = {module: (module.attention_scale, module.window) for module in biases}
-    targets = _source_states(source, ids) if pairs is None else {}
+    targets: dict[int, tuple[Tensor, Tensor]] = {}
+    if pairs is None:
+        found = _table_states(source, ids.to(source.device))
+        targets = {layer: (query.to(ids.device), key.to(ids.device)) for layer, (query, key) in found.items()}
+    elif model.config.drope_parameters["qk_norm"]:
+        # Only without the added norms are queries and keys those of the source.
+        with torch.no_grad(), evaluating(model), as_source(model):
+            targets = _states(model, ids)
     bar = tqdm(total=len(biases), desc="calibrate", unit="layer", file=sys.stderr, disable=None if progress else True)
 
     def observe(module: Any, query: Tensor, key: Tensor, mask: Any, position: Any, scaling: float | None) -> None:
@@ -160,26 +209,28 @@ def calibrate(
         )
         # A layer of `rope_layers` is handed rotated states: what its source sees.
         rotation = None if module.keeps_rope else pairs
-        target = (layer.source_query, layer.key) if module.keeps_rope else targets.get(module.layer_idx)
+        target = targets.get(module.layer_idx)
+        if target is None and module.keeps_rope:
+            target = (layer.source_query, layer.key)
         fit = LayerFit(layer, rotation, target, torch.Generator().manual_seed(seed + module.layer_idx))
-        report.layers.append(fit.run(steps, learning_rate))
+        layer_report = fit.run(report.steps, learning_rate)
+        if not math.isfinite(layer_report.start + layer_report.end):
+            raise ValueError(
+                f"The attention of layer {module.layer_idx} is not finite on this text; look at the source's weights."
+            )
+        report.layers.append(layer_report)
         bar.update()
 
     as_it_is = at_rest(model) if own else as_source(model)
     with bar, torch.no_grad(), evaluating(model), as_it_is, _observed(biases, observe):
         model.base_model(ids, use_cache=False)
-    if output_steps:
-        # A start that is close to its source wants smaller steps.
-        rate = learning_rate / 8 if close else learning_rate
-        teacher, generator = source if pairs is None else None, torch.Generator().manual_seed(seed)
-        report.output_divergence = descend_to_outputs(model, teacher, ids, output_steps, rate, generator, progress)
-    report.seconds = round(time.monotonic() - started, 1)
-    return report
 
 
 def _check_model(model: Any) -> dict[Any, PositionBias]:
     if not hasattr(model, "set_rope_scale"):
         raise ValueError(f"{type(model).__name__} is not a converted model; convert it with apply_drope first.")
+    if hasattr(model, "peft_config"):
+        raise ValueError("This model has adapters; calibrate it before they are added.")
     biases = {m: m.position_bias for m in model.modules() if getattr(m, "position_bias", None) is not None}
     if not biases:
         raise ValueError("This model has no position bias to calibrate; convert it with one, such as 'disentangled'.")
@@ -211,6 +262,20 @@ def _check_source(model: Any, source: Any) -> None:
                 f"The source is not this model's: the weights of {name} differ; calibrate before training, against the "
                 "model that was converted."
             )
+    heads = [m.get_output_embeddings() for m in (model, source)]
+    if None not in heads and not torch.equal(heads[1].weight.to(heads[0].weight), heads[0].weight):
+        raise ValueError("The source is not this model's: the weights of its output head differ.")
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Tokens within which the source's position encoding is one and the same, by its config."""
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
+        # Beyond this it rotates by other frequencies.
+        shorter = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        return min(context, shorter or context)
+    return context
 
 
 def _shape(tensor: Tensor | None) -> str:
@@ -220,7 +285,7 @@ def _shape(tensor: Tensor | None) -> str:
 def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tensor:
     """(windows, length) token ids."""
     config = model.config
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
+    context = context_length(config.to_dict())
     if isinstance(texts, Tensor):
         if texts.dim() != 2 or texts.shape[1] < 2 or len(texts) == 0:
             raise ValueError(f"texts has shape {tuple(texts.shape)}; token ids have to be (windows, length).")
@@ -238,7 +303,7 @@ def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tens
             raise ValueError(f"No text is as long as one window of {length} tokens; the longest has {longest}.")
         ids = torch.stack(rows).long()
     if ids.shape[1] > context:
-        raise ValueError(f"Windows of {ids.shape[1]} tokens are longer than the source's context of {context}.")
+        raise ValueError(f"Windows of {ids.shape[1]} tokens are longer than {context}, the source's context.")
     unknown = ids[(ids < 0) | (ids >= config.vocab_size)]
     if len(unknown):
         raise ValueError(f"The text holds token {int(unknown[0])}, but the model knows only {config.vocab_size}.")
@@ -261,18 +326,55 @@ def _observed(modules: Any, observe: Any) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def _source_states(source: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+@contextmanager
+def _restored_on_error(model: Any) -> Iterator[None]:
+    """All position parameters as they were, where the block fails."""
+    before = [(tensor, tensor.detach().clone()) for bias in model.position_biases() for tensor in _tensors(bias)]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        raise
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextmanager
+def _unstretched(biases: Any) -> Iterator[None]:
+    """Disentangled biases without their `position_scaling`, which is not to be learned away again."""
+    stretched = [b.bias for b in biases if getattr(b.bias, "position_scaling", None) is not None]
+    before = [(bias, bias.position_scaling, bias.frequencies.clone()) for bias in stretched]
+    try:
+        for bias in stretched:
+            bias.position_scaling = None
+            bias.frequencies.copy_(torch.tensor(bias.source.frequencies))
+        yield
+    finally:
+        for bias, scaling, frequencies in before:
+            bias.position_scaling = scaling
+            bias.frequencies.copy_(frequencies)
+
+
+def _table_states(source: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Queries and keys of every layer of a source with a learned table, by layer."""
     # A copy of its modules around the same tensors.
     twin = copy.deepcopy(source, {id(t): t for t in (*source.parameters(), *source.buffers())})
-    twin = apply_drope(twin, "nope", rope_scale=1.0).eval()
+    return _states(apply_drope(twin, "nope", rope_scale=1.0).eval(), ids)
+
+
+@torch.no_grad()
+def _states(model: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Queries and keys of every layer as attention gets them, rotated or not."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def observe(module: Any, query: Tensor, key: Tensor, *rest: Any) -> None:
         found[module.layer_idx] = (query.float(), key.float())
 
-    attentions = [module for module in twin.modules() if hasattr(type(module), "needs_position")]
+    attentions = [module for module in model.modules() if hasattr(type(module), "needs_position")]
     with _observed(attentions, observe):
-        twin.base_model(ids, use_cache=False)
+        model.base_model(ids, use_cache=False)
     return found

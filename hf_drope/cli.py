@@ -150,13 +150,16 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         help="tokens a window (default: the context, at most 8192 or half of all tokens)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="descent steps a layer (default: 32 for a disentangled bias, else 0)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="descent steps a layer (default: 32 for a disentangled bias with p2c, else 0)",
     )
     parser.add_argument(
         "--output-steps",
         type=int,
         metavar="N",
-        help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias, else 36)",
+        help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias with p2c, else 36)",
     )
 
 
@@ -213,7 +216,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     plan = plan_conversion(arguments.source, _parameters(arguments))
     if not arguments.calibrate and (arguments.text or _calibration(arguments)):
-        raise ValueError("--text, --tokens, --length and --steps belong to --calibrate; give that as well.")
+        raise ValueError(
+            "--text, --tokens, --length, --steps and --output-steps belong to --calibrate; give that as well."
+        )
     report = None
     if arguments.calibrate:
         from .folder_calibration import calibrate_checkpoint, check_calibration

@@ -97,6 +97,7 @@ class DisentangledBias(Fp32Module):
         rope_scale, rope_fade: strength of RoPE on the content term, and how it fades.
     """
 
+    kind = "disentangled"
     pairs: Tensor | None
     frequencies: Tensor
     terms_scale: Tensor
@@ -309,7 +310,8 @@ class DisentangledBias(Fp32Module):
             factor: a gate's value on the terms, broadcastable to (batch, heads, queries, 1).
         """
         if self.terms_off:
-            return self.content(query, key, query_offset)
+            content_query, content_key = self.content(query, key, query_offset)
+            return content_query + self._unused(factor).to(content_query.dtype), content_key
         strength = self.terms_scale if factor is None else factor * self.terms_scale
         removed = strength * self._removed() if "p2c" in self.terms else None
         content_query, content_key = self.content(query, key, query_offset, removed)
@@ -320,6 +322,11 @@ class DisentangledBias(Fp32Module):
             queries.append(turned.expand(query.shape[0], -1, -1, -1))
             keys.append(self._rotate(b, key_places).expand(key.shape[0], -1, -1, -1))
         return torch.cat(queries, -1), torch.cat(keys, -1)
+
+    def _unused(self, factor: Tensor | None) -> Tensor:
+        """0 with a gradient of 0 to what the terms alone use: data-parallel training waits for every parameter's."""
+        unused = self.key_mean.sum() if factor is None else self.key_mean.sum() + factor.sum()
+        return 0.0 * unused
 
     def content_scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
         """The content part of the scores, complete and in fp32: (batch, heads, queries, keys), for gates that read it."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .position_bias import LinearBias, LogBias, TableBias
+from .position_bias import SMALLEST_SLOPE
 
 _LOG_SLOPES = [10 ** (exponent / 4) for exponent in range(-8, 5)]
 
@@ -26,12 +26,12 @@ def fit_by_distance(bias: Any, above: Tensor, below: Tensor) -> float:
     value = torch.where(below > 0, above / below.clamp(min=1e-30), 0.0)
     distance = torch.arange(above.shape[1], dtype=torch.float64, device=above.device)
     with torch.no_grad():
-        if isinstance(bias, TableBias):
+        if bias.kind == "table":
             _fit_table(bias, above, below)
-        elif isinstance(bias, LinearBias):
+        elif bias.kind == "linear":
             basis = -distance[None, :, None].expand(bias.num_groups, -1, -1)
             bias.slopes[0] = _least_squares(basis, value, below)[0][:, 0].float()
-        elif isinstance(bias, LogBias):
+        elif bias.kind == "log":
             _fit_log(bias, distance, value, below)
         else:
             angle = distance[:, None] * bias.frequencies.double()
@@ -71,7 +71,7 @@ def _least_squares(basis: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor
     return solution, error
 
 
-def _fit_table(bias: TableBias, above: Tensor, below: Tensor) -> None:
+def _fit_table(bias: Any, above: Tensor, below: Tensor) -> None:
     rows = bias.rows(-torch.arange(above.shape[1], device=above.device))
     table = above.new_zeros(bias.num_groups, len(bias.weight))
     weight = table.index_add(1, rows, below)
@@ -79,12 +79,15 @@ def _fit_table(bias: TableBias, above: Tensor, below: Tensor) -> None:
     seen = (weight > 0).any(0)
     known = seen.nonzero()[:, 0]
     # A distance that no window reaches is as far as the nearest that one does.
-    nearest = (torch.arange(len(seen), device=known.device)[:, None] - known).abs().argmin(-1)
+    rows = torch.arange(len(seen), device=known.device)
+    after = torch.searchsorted(known, rows).clamp(max=len(known) - 1)
+    before = (after - 1).clamp(min=0)
+    nearest = torch.where(rows - known[before] <= known[after] - rows, before, after)
     backward = torch.unique(bias.rows(-torch.arange(max(bias.max_distance, above.shape[1]), device=known.device)))
     bias.weight[backward] = table[:, known[nearest]].T[backward].float()
 
 
-def _fit_log(bias: LogBias, distance: Tensor, value: Tensor, weight: Tensor) -> None:
+def _fit_log(bias: Any, distance: Tensor, value: Tensor, weight: Tensor) -> None:
     best = torch.full((bias.num_groups,), math.inf, dtype=torch.float64, device=value.device)
     for slope in _LOG_SLOPES:
         basis = bias.sign * torch.log1p(slope * distance)[None, :, None].expand(bias.num_groups, -1, -1)
@@ -93,3 +96,6 @@ def _fit_log(bias: LogBias, distance: Tensor, value: Tensor, weight: Tensor) -> 
         bias.gamma[0] = torch.where(better, solution[:, 0].float(), bias.gamma[0])
         bias.a[0] = torch.where(better, torch.full_like(bias.a[0], slope), bias.a[0])
         best = torch.where(better, error, best)
+    if bias.init == "kerple":
+        # Below it the parameter would have no gradient.
+        bias.gamma[0].clamp_(min=SMALLEST_SLOPE)

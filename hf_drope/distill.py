@@ -46,8 +46,8 @@ class Distillation:
         top_k: compare the teacher's k likeliest tokens and the sum of all others, which at T = 1 bounds the full
             divergence from below; T divides the logarithms of the k probabilities and of that sum. Default: the whole
             vocabulary, or what the `TopKLogits` has.
-        hidden_weight: weight of E, the mean over layers of the squared error of the attention modules' outputs divided
-            by the teacher's mean square, over the tokens of the batch that count; not with a `TopKLogits`.
+        hidden_weight: weight of E, the mean over layers and tokens of the squared error of the attention modules' outputs,
+            each token's divided by the square of the teacher's; not with a `TopKLogits`.
 
     Raises:
         ValueError: one sentence with the value and what is allowed.
@@ -167,7 +167,7 @@ def _divergence(student: Tensor, teacher: Tensor | TopK, targets: Tensor, temper
 
     given = (teacher,) if isinstance(teacher, Tensor) else tuple(teacher)
     if len(given) == 1:
-        _checkvocabulary_size(student.shape[-1], given[0].shape[-1])
+        _check_vocabulary_size(student.shape[-1], given[0].shape[-1])
     rows = [x.to(student.device).flatten(0, targets.dim() - 1) for x in (targets != _IGNORED, student, *given)]
     # By split and not by slices, each of which would have a gradient of the size of the whole.
     sums = [
@@ -177,7 +177,7 @@ def _divergence(student: Tensor, teacher: Tensor | TopK, targets: Tensor, temper
     return torch.stack(sums).sum()
 
 
-def _checkvocabulary_size(student: int, teacher: int) -> None:
+def _check_vocabulary_size(student: int, teacher: int) -> None:
     if student != teacher:
         raise ValueError(
             f"The student's vocabulary is {student} and the teacher's {teacher}; they have to be the same."
@@ -200,13 +200,13 @@ def _attention_outputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]
 
 
 def _hidden_error(student: list[Tensor], teacher: list[Tensor], targets: Tensor) -> Tensor:
-    """The sum over all tokens with a target of their squared error, relative to the teacher's mean square."""
+    """The sum over all tokens with a target of their squared error, relative to the square of the teacher's."""
     errors = []
     for ours, theirs in zip(student, teacher, strict=True):
         counts, theirs = (targets != _IGNORED).to(ours.device), theirs.to(ours.device).float()
-        squares, error = (torch.where(counts, x.square().mean(-1), 0.0).sum() for x in (theirs, ours.float() - theirs))
-        mean = (squares / counts.sum().clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
-        errors.append((error / mean).to(targets.device))
+        size = theirs.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        relative = (ours.float() - theirs).square().sum(-1) / size
+        errors.append(torch.where(counts, relative, 0.0).sum().to(targets.device))
     return torch.stack(errors).mean()
 
 
@@ -301,7 +301,7 @@ def check_teacher(student: Any, distill: Distillation) -> None:
     """Raise ValueError where teacher and student do not fit, or "self" would train its own teacher."""
     teacher = student if isinstance(distill.teacher, str) else distill.teacher
     vocabulary = vocabulary_size(student)
-    _checkvocabulary_size(vocabulary, vocabulary_size(teacher))
+    _check_vocabulary_size(vocabulary, vocabulary_size(teacher))
     if distill.top_k is not None and distill.top_k > vocabulary:
         raise ValueError(f"top_k is {distill.top_k}; it has to be at most {vocabulary}, the vocabulary.")
     if teacher is distill.teacher and isinstance(teacher, nn.Module):

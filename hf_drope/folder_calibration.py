@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checkpoint
-from .calibration import LONGEST, CalibrationReport, calibrate
+from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import DroPEParameters
 from .conversion_plan import RECORD, read_source
 from .text import text_windows
@@ -91,7 +91,15 @@ def check_calibration(
     for name, count in (("steps", steps), ("output_steps", output_steps)):
         if count is not None and count < 0:
             raise ValueError(f"{name} is {count}; it has to be at least 0.")
-    checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
+    if parameters.position_bias.get("learned") is False:
+        raise ValueError("This bias has no parameters to calibrate; set learned to true or choose another type.")
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    if len(set(parameters.rope_layers or ())) == layers and parameters.position_bias["type"] == "disentangled":
+        raise ValueError("rope_layers names all layers, which leaves none with a bias to calibrate; name fewer.")
+    ids = checkpoint_windows(load_tokenizer(source), config, text_files, tokens, length)
+    vocabulary = config.get("vocab_size")
+    if vocabulary is not None and int(ids.max()) >= vocabulary:
+        raise ValueError(f"The text holds token {int(ids.max())}, but the model knows only {vocabulary}.")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -107,7 +115,7 @@ def checkpoint_windows(
     tokenizer: Any, config: dict[str, Any], text_files: Sequence[str | Path], tokens: int, length: int | None
 ) -> Tensor:
     """The windows (n, length) that `calibrate_checkpoint` takes from text files; arguments and errors as there."""
-    context = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    context = context_length(config)
     if tokens < 2:
         raise ValueError(f"tokens is {tokens}; it has to be at least 2.")
     if length is None:
@@ -133,8 +141,7 @@ def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_co
                 f"{source} is not the source of {folder}: {name} is {list(other.shape)} there and {list(info.shape)} here."
             )
     names = sorted(set(mine.tensors) & set(theirs.tensors))
-    recorded = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
-    if "source_fingerprint" in recorded and recorded["source_fingerprint"] != checkpoint.fingerprint(theirs):
+    if not is_source(source, folder):
         raise ValueError(
             f"{source} is not the source of {folder}: its weights are not those that the conversion recorded."
         )
@@ -142,6 +149,13 @@ def _check_folders(folder: Path, config: dict[str, Any], source: Path, source_co
         raise ValueError(
             f"The weights of {folder} are not those of {source} any more; calibrate before training, or convert anew."
         )
+
+
+def is_source(source: Path, folder: Path) -> bool:
+    """Whether `source` has the weights that the conversion to `folder` recorded; True where nothing was recorded."""
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).is_file() else {}
+    known = record.get("source_fingerprint")
+    return known is None or known == checkpoint.fingerprint(checkpoint.read_checkpoint(source))
 
 
 def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[str | Path]) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .descent import descend
-from .disentangled_bias import DisentangledBias, RotaryPairs
+from .disentangled_bias import RotaryPairs
 from .distance_fit import fit_by_distance, share
-from .position_bias import LowRankBias
 
 # Queries of one window whose whole rows of scores are in memory at once.
 ROWS = 64
@@ -88,7 +87,7 @@ class LayerFit:
 
     def run(self, steps: int, learning_rate: float) -> LayerReport:
         block = min(ROWS, self.length)
-        # The last one sees every distance.
+        # The one at the end sees every distance.
         spread = (
             torch.linspace(self.length - block, self.length // 4, _BLOCKS)
             .clamp(max=self.length - block)
@@ -152,7 +151,7 @@ class LayerFit:
     def _scores(self, sample: _Sample) -> Tensor:
         """The layer's own scores of a sample, bias included: (heads, n, keys)."""
         scaling = self.layer.scaling
-        if isinstance(self.bias, DisentangledBias):
+        if self.bias.kind == "disentangled":
             offset = sample.rows - self.places[: len(sample.rows)]
             query, key = sample.query[None], sample.key[None]
             if self.position_bias.reads_scores or self.bias.is_dense:
@@ -191,21 +190,17 @@ class LayerFit:
     # Closed forms.
 
     def _start(self, samples: list[tuple[int, Tensor]]) -> float | None:
-        if isinstance(self.bias, DisentangledBias):
+        if self.bias.kind == "disentangled":
             self._start_disentangled(samples)
             return None
-        if isinstance(self.bias, LowRankBias) and self.pairs is not None:
+        if self.bias.kind == "low_rank" and self.pairs is not None:
             self._start_low_rank(samples)
             return None
         return self._start_by_distance(samples)
 
-    def _means(self) -> tuple[Tensor, Tensor]:
-        """Mean query (heads, head_dim) and key (key/value heads, head_dim)."""
-        return self.layer.query.mean((0, 2)), self.layer.key.mean((0, 2))
-
     def _start_disentangled(self, samples: list[tuple[int, Tensor]]) -> None:
         bias = self.bias
-        query_mean, key_mean = self._means()
+        query_mean, key_mean = self.layer.query.mean((0, 2)), self.layer.key.mean((0, 2))
         bias.query_mean.copy_(share(query_mean, len(bias.query_mean)))
         bias.key_mean.copy_(share(key_mean, len(bias.key_mean)))
         if bias.gain is None and bias.pairs is None:
@@ -252,7 +247,8 @@ class LayerFit:
 
     def _start_low_rank(self, samples: list[tuple[int, Tensor]]) -> None:
         """α_r = s·(μ_q·μ_k)_r and β_r, its turned twin, at the source's frequencies with the most energy in the layer."""
-        query_mean, key_mean = self._means()
+        # The bias is added as it is, whatever scales the queries.
+        query_mean, key_mean = self.layer.source_query.mean((0, 2)), self.layer.key.mean((0, 2))
         key_mean = key_mean.repeat_interleave(self.layer.groups, 0)
         (q1, q2), (k1, k2) = (_halves(mean, self.pairs) for mean in (query_mean, key_mean))
         scale = self.layer.scaling * self.pairs.amplitude**2 / self._mean_gate(samples)
@@ -355,6 +351,6 @@ def unrotate(x: Tensor, pairs: Any) -> Tensor:
     return torch.cat([turned, x[..., 2 * len(pairs.frequencies) :].float()], -1)
 
 
-def _pair_power(x: Tensor, bias: DisentangledBias) -> Tensor:
+def _pair_power(x: Tensor, bias: Any) -> Tensor:
     first, second = _halves(x, bias.source)
     return first**2 + second**2

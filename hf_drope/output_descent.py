@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ def descend_to_outputs(
 
     def divergence(row: Tensor) -> Tensor:
         with torch.no_grad(), autocast, as_source(model) if source is None else nullcontext():
-            logits = (model if source is None else source)(row[None], use_cache=False).logits
+            teacher, place = (model, row.device) if source is None else (source, source.device)
+            logits = teacher(row[None].to(place), use_cache=False).logits
             expected = top_k_logits(logits, min(_TOP_K, logits.shape[-1]))
             del logits
         with autocast:
@@ -58,6 +60,8 @@ def descend_to_outputs(
         only_trained(parameters, list(model.parameters())),
     ):
         start = divergence(ids[0]).item()
+        if not math.isfinite(start):
+            raise ValueError("The logits are not finite on this text; look at the source's weights.")
         descend(parameters, lambda step: divergence(rows[order[step % len(order)]]), steps, learning_rate, bar.update)
         end = divergence(ids[0]).item()
         if not end < start:
@@ -85,7 +89,7 @@ def at_rest(model: Any) -> Iterator[None]:
 def checkpointed(model: Any) -> Iterator[None]:
     """Each layer's inside is computed again in the backward pass: a long window would not fit otherwise."""
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    before = any(layer.gradient_checkpointing for layer in layers)
+    before = [(layer, layer._gradient_checkpointing_func) for layer in layers if layer.gradient_checkpointing]
     with warnings.catch_warnings():
         # Renamed in newer releases; the older ones know this name alone.
         warnings.simplefilter("ignore", FutureWarning)
@@ -100,3 +104,5 @@ def checkpointed(model: Any) -> Iterator[None]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_disable()
+        for layer, function in before:
+            layer._gradient_checkpointing_func = function

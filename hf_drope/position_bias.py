@@ -23,7 +23,7 @@ from .disentangled_bias import DisentangledBias, RotaryPairs
 from .fp32_module import Fp32Module, fill, fp32_parameter
 from .gates import Gate, HeadGate, QueryGate, ScoreGate
 
-_SMALLEST_SLOPE = 1e-2
+SMALLEST_SLOPE = 1e-2
 
 
 class RelativeBias(Fp32Module):
@@ -36,6 +36,9 @@ class RelativeBias(Fp32Module):
     Raises:
         ValueError: `num_groups` does not divide `num_heads`.
     """
+
+    # By name: a checkpoint has its own copy of these classes, which `isinstance` would not recognise.
+    kind: str
 
     def __init__(self, num_heads: int, num_groups: int | None = None) -> None:
         super().__init__()
@@ -106,6 +109,8 @@ class TableBias(RelativeBias):
         init_range: the table starts as U(−init_range, init_range).
     """
 
+    kind = "table"
+
     def __init__(
         self,
         num_heads: int,
@@ -155,6 +160,8 @@ class LogBias(RelativeBias):
         bidirectional: own parameters for Δ > 0; otherwise |Δ| decides alone.
     """
 
+    kind = "log"
+
     def __init__(
         self,
         num_heads: int,
@@ -178,9 +185,9 @@ class LogBias(RelativeBias):
             nn.init.constant_(self.a, 1.0)
 
     def group_values(self, offset: Tensor) -> Tensor:
-        gamma, a = self.gamma.float(), self.a.float().clamp(min=_SMALLEST_SLOPE)
+        gamma, a = self.gamma.float(), self.a.float().clamp(min=SMALLEST_SLOPE)
         if self.init == "kerple":
-            gamma = gamma.clamp(min=_SMALLEST_SLOPE)
+            gamma = gamma.clamp(min=SMALLEST_SLOPE)
         growth = torch.log1p(a[..., None] * offset.abs().float())
         return _by_side(offset, self.sign * gamma[..., None] * growth)
 
@@ -200,6 +207,8 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 class LinearBias(RelativeBias):
     """R = −m·|Δ| with ALiBi's slopes m per group, fixed, or learned per direction."""
+
+    kind = "linear"
 
     def __init__(
         self, num_heads: int, learned: bool = False, bidirectional: bool = False, num_groups: int | None = None
@@ -234,6 +243,7 @@ class LowRankBias(RelativeBias):
         max_distance: the slowest frequency is 1 / max_distance radians a token, the fastest 1.
     """
 
+    kind = "low_rank"
     frequencies: Tensor
 
     def __init__(self, num_heads: int, rank: int = 16, max_distance: int = 2048, num_groups: int | None = None) -> None:
@@ -300,12 +310,7 @@ class PositionBias(nn.Module):
         return (scores.float() + (bias if factor is None else factor * bias)).to(scores.dtype)
 
 
-_BIASES: dict[str, type[RelativeBias]] = {
-    "table": TableBias,
-    "log": LogBias,
-    "linear": LinearBias,
-    "low_rank": LowRankBias,
-}
+_BIASES: dict[str, type[RelativeBias]] = {bias.kind: bias for bias in (TableBias, LogBias, LinearBias, LowRankBias)}
 
 
 def build_position_bias(

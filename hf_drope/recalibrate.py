@@ -6,6 +6,7 @@ What is not given is chosen for the model at hand (`Recipe`) and told before the
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 import time
@@ -20,12 +21,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .conversion_plan import RECORD, other_files, read_source
 from .distill import Distillation, check_teacher
-from .folder_calibration import load_tokenizer
+from .folder_calibration import is_source, load_tokenizer
 from .hardware import multiplies_bf16
 from .recalibration_plan import (
     CALIBRATED,
-    FROM_SCRATCH,
     LORA_LEARNING_RATE,
+    UNCALIBRATED,
     describe_plan,
     disk_space,
     fitting_schedule,
@@ -168,9 +169,9 @@ def recalibrate(
     if not str(config.get("model_type", "")).endswith("_drope"):
         raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
     calibrated = is_calibrated(folder)
-    recipe = CALIBRATED if calibrated else FROM_SCRATCH
+    recipe = CALIBRATED if calibrated else UNCALIBRATED
     if train_only is None:
-        train_only = "all" if lora_rank is not None else recipe.train_only
+        train_only = "all" if lora_rank is not None else "attention"
     if learning_rate is None:
         learning_rate = recipe.learning_rate if lora_rank is None else LORA_LEARNING_RATE
     if max_steps is not None and max_steps < 0:
@@ -216,11 +217,11 @@ def recalibrate(
     tokenizer = load_tokenizer(folder)
     data = PackedText(text_files, tokenizer, sequence_length)
     if max_steps is None:
-        per_step = batch_size * gradient_accumulation_steps
+        per_step = batch_size * gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", "1"))
         max_steps = max(1, min(round(recipe.tokens / (per_step * sequence_length)), len(data) // per_step))
     last = last_checkpoint(target, max_steps) if resume else None
     if last is not None:
-        check_learning_rate(last, learning_rate)
+        check_learning_rate(last, learning_rate, position_learning_rate)
     transformers.set_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     schedule = fitting_schedule(model, schedule, calibrated)
@@ -243,7 +244,7 @@ def recalibrate(
         train_attention_and_position(trained)
     teaching = None
     if distill:
-        teacher = _teacher(source, model)
+        teacher = _teacher(source, folder, model)
         # What is stored is cut already, and a small vocabulary has no more.
         cut = None if isinstance(teacher, TopKLogits) else min(_TOP_K, model.config.vocab_size)
         top_k = cut if distill_top_k is None else (distill_top_k or None)
@@ -285,7 +286,7 @@ def recalibrate(
         "calibrated": calibrated,
         "steps": max_steps,
         "tokens": max_steps * tokens_a_step,
-        "stages": schedule.describe(max_steps) if max_steps else [],
+        "stages": schedule.describe(max_steps, _has_temperature(model)) if max_steps else [],
         "train": f"LoRA of rank {lora_rank}, position parameters" if lora_rank else train_only,
         "learning_rate": learning_rate,
         "distill": distill,
@@ -293,8 +294,13 @@ def recalibrate(
         "memory_gb": round(training_memory(trained, teaching, batch_size * sequence_length) / 1e9, 1),
     }
     needed = disk_space(trained, model)
-    if announce is not None and max_steps > 0:
-        seconds = time_of_a_token(trained, data, teaching, bf16) * tokens_a_step * max_steps / arguments.world_size
+    if announce is not None and max_steps > 0 and arguments.process_index == 0:
+        seconds = (
+            time_of_a_token(trained, data, teaching, bf16, arguments.device)
+            * tokens_a_step
+            * max_steps
+            / arguments.world_size
+        )
         plan["estimated_seconds"] = round(seconds)
         announce(describe_plan(plan))
     if dry_run:
@@ -352,7 +358,11 @@ def recalibrate(
     }
 
 
-def _teacher(source: str | Path | None, model: Any) -> Any:
+def _has_temperature(model: Any) -> bool:
+    return "temperature" in (model.config.drope_parameters["gate"] or {})
+
+
+def _teacher(source: str | Path | None, converted: Path, model: Any) -> Any:
     if source is None:
         return "self"
     if not (Path(source) / "config.json").is_file():
@@ -367,6 +377,10 @@ def _teacher(source: str | Path | None, model: Any) -> Any:
         raise ValueError(
             f"{folder} has a vocabulary of {teacher.config.vocab_size} tokens and the model one of "
             f"{model.config.vocab_size}; a teacher needs the same."
+        )
+    if not is_source(folder, converted):
+        raise ValueError(
+            f"{folder} is not the source of {converted}: its weights are not those that the conversion recorded."
         )
     return teacher
 

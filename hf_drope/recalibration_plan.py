@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from dataclasses import dataclass
@@ -23,22 +24,24 @@ class Recipe:
     tokens: int
     learning_rate: float
     batch_size: int
-    train_only: str
 
 
 # After calibration little is left to learn; a model that was only dropped has everything to learn anew.
-CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, batch_size=2, train_only="attention")
-FROM_SCRATCH = Recipe(tokens=500_000, learning_rate=3e-4, batch_size=4, train_only="attention")
+CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, batch_size=2)
+UNCALIBRATED = Recipe(tokens=500_000, learning_rate=3e-4, batch_size=4)
 # Adapters start at zero and want larger steps.
 LORA_LEARNING_RATE = 5e-4
 
 
 def is_calibrated(folder: Path) -> bool:
-    """Whether the position parameters of a converted checkpoint come from its source, by its conversion record."""
-    try:
-        return "calibration" in json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    """Whether the position parameters of a converted checkpoint come from its source, by its conversion record or config."""
+    for file, entry in ((RECORD, "calibration"), ("config.json", "drope_calibrated")):
+        try:
+            if json.loads((folder / file).read_text(encoding="utf-8")).get(entry):
+                return True
+        except (OSError, ValueError):
+            continue
+    return False
 
 
 def fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: bool) -> DroPESchedule:
@@ -61,6 +64,9 @@ def fitting_schedule(model: Any, schedule: DroPESchedule | None, calibrated: boo
         )
     if schedule.fade_terms and (model.config.drope_parameters["position_bias"] or {}).get("type") != "disentangled":
         raise ValueError("fade_terms fades the terms of a disentangled bias, which this model has not; leave it out.")
+    if schedule.initial_temperature is None:
+        floor = min(schedule.temperature_floor, temperature)
+        schedule = dataclasses.replace(schedule, initial_temperature=temperature, temperature_floor=floor)
     if schedule.warmup:
         model.set_rope_scale(1.0)
         model.set_rope_scale(before)
@@ -85,19 +91,18 @@ def disk_space(trained: Any, model: Any) -> int:
     return 3 * (4 * saved + 8 * moving) + 4 * weights
 
 
-def time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16: bool) -> float:
+def time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16: bool, device: torch.device) -> float:
     """Seconds of training a token takes here, from one sequence forward and backward, after one to warm up."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()
     ids = data[0]["input_ids"][None].to(device)
-    with torch.random.fork_rng(), torch.autocast(device, torch.bfloat16, enabled=bf16):
+    with torch.random.fork_rng(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for _ in range(2):
             started = time.monotonic()
             if teaching is not None and not isinstance(teaching.teacher, TopKLogits):
                 with torch.no_grad():
                     (model if isinstance(teaching.teacher, str) else teaching.teacher.to(device))(ids)
             model(ids, labels=ids).loss.backward()
-            if device == "cuda":
+            if device.type == "cuda":
                 torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)
     return (time.monotonic() - started) / ids.numel()

@@ -240,7 +240,7 @@ class FiniteLossMixin:
         folders = (Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{n}" for n in range(step, 0, -1))
         last = next((folder for folder in folders if (folder / TRAINER_STATE_NAME).is_file()), None)
         kept = f"the checkpoints up to {last} are kept" if last else "no checkpoint was saved before"
-        return f"nothing was saved after that, {kept}; begin anew with a learning rate below {trainer.args.learning_rate:g}."
+        return f"nothing was saved after that, {kept}; begin anew in another folder with a learning rate below {trainer.args.learning_rate:g}."
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

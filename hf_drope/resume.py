@@ -53,7 +53,7 @@ def last_checkpoint(folder: Path, max_steps: int) -> str:
                 f"max_steps is {max_steps}, but {path} belongs to a run of {state['max_steps']} steps; resume with that."
             )
         return str(path)
-    raise ValueError(f"{folder} holds no complete checkpoint to resume from; run without --resume.")
+    raise ValueError(f"{folder} holds no complete checkpoint to resume from; begin anew in another folder.")
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -64,14 +64,19 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     }
 
 
-def check_learning_rate(checkpoint: str, learning_rate: float) -> None:
+def check_learning_rate(checkpoint: str, learning_rate: float, position_learning_rate: float | None) -> None:
     """A resumed run goes on with the rates in its scheduler, whatever it is told now."""
-    state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-    if learning_rate not in state["base_lrs"]:
-        raise ValueError(
-            f"learning_rate is {learning_rate:g}, but {checkpoint} belongs to a run with {state['base_lrs'][0]:g}; resume "
-            "with that, or begin a new run in another folder."
-        )
+    rates = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)["base_lrs"]
+    position = 10 * learning_rate if position_learning_rate is None else position_learning_rate
+    given = [("learning_rate", learning_rate, rates[0])]
+    # The group of the position parameters comes behind those with and without weight decay.
+    given += [("position_learning_rate", position, rates[2])] if len(rates) > 2 else []
+    for name, now, before in given:
+        if now != before:
+            raise ValueError(
+                f"{name} is {now:g}, but {checkpoint} belongs to a run with {before:g}; resume with that, or begin a new run "
+                "in another folder."
+            )
 
 
 def finished_steps(checkpoint: str) -> int:

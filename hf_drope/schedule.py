@@ -53,7 +53,8 @@ class DroPESchedule:
         temperature_curve: the same for T / T_0 during the transition, or "constant", which never moves T; the fine-tuning
             stage has the value at progress 1. Linear is T(t) = max(floor, T_0·(1 − t / T_total)) with t and T_total counted
             in the transition; in the warm-up T is T_0.
-        temperature_floor, initial_temperature: T is never below the first and starts at the second (T_0).
+        temperature_floor, initial_temperature: T is never below the first and starts at the second (T_0); None is 1, or, for
+            `recalibrate`, the temperature of the model's gate.
         fade_terms: fade the position terms of a disentangled bias out as well, during the transition, from 1 to 0: they are
             then the scaffold between RoPE and no position at all.
         terms_curve: how: "linear", "cosine", "exponential", or a callable from progress in (0, 1) to a strength.
@@ -67,7 +68,7 @@ class DroPESchedule:
     rope_curve: Curve = "linear"
     temperature_curve: Curve = "linear"
     temperature_floor: float = 0.1
-    initial_temperature: float = 1.0
+    initial_temperature: float | None = None
     fade_terms: bool = False
     terms_curve: Curve = "linear"
 
@@ -95,13 +96,20 @@ class DroPESchedule:
                 raise ValueError(f"{name} is {value!r}; it has to be one of {', '.join(known)}, or a callable.{hint}")
         for name in ("temperature_floor", "initial_temperature"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
+            optional = name == "initial_temperature" and value is None
+            if not optional and (
+                not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf
+            ):
                 raise ValueError(f"{name} is {value!r}; it has to be a number above 0.")
-        if self.temperature_floor > self.initial_temperature:
+        if self.temperature_floor > self._start:
             raise ValueError(
                 f"temperature_floor is {self.temperature_floor!r}; it has to be at most initial_temperature, "
-                f"{self.initial_temperature!r}."
+                f"{self._start!r}."
             )
+
+    @property
+    def _start(self) -> float:
+        return 1.0 if self.initial_temperature is None else float(self.initial_temperature)
 
     def stage_ends(self, total_steps: int) -> tuple[int, int]:
         """The steps at which the warm-up and the transition are over.
@@ -136,7 +144,7 @@ class DroPESchedule:
         warmup_end, transition_end = self.stage_ends(total_steps)
         if step < warmup_end:
             strength = self._strength("rope_curve", step / warmup_end)
-            return ScheduleState("warmup", strength, float(self.initial_temperature), 1.0 if self.fade_terms else None)
+            return ScheduleState("warmup", strength, self._start, 1.0 if self.fade_terms else None)
         if step < transition_end:
             progress = (step - warmup_end) / (transition_end - warmup_end)
             terms = self._strength("terms_curve", progress) if self.fade_terms else None
@@ -161,25 +169,22 @@ class DroPESchedule:
             raise ValueError(
                 f"temperature_curve gives {share!r} at progress {progress:g}; it has to be a finite number."
             )
-        return max(float(self.temperature_floor), self.initial_temperature * share)
+        return max(float(self.temperature_floor), self._start * share)
 
-    def describe(self, total_steps: int) -> list[str]:
-        """One line a stage that has steps: which ones, and what moves in it.
+    def describe(self, total_steps: int, gated: bool = True) -> list[str]:
+        """One line a stage that has steps: which ones, and what moves in it; `gated`: the model's gate has a temperature.
 
         Raises:
             ValueError: the stages do not fit into `total_steps`.
         """
         first, second = self.stage_ends(total_steps)
-        start, floor = f"{self.initial_temperature:g}", f"{self._temperature(1.0):g}"
+        start, floor = f"{self._start:g}", f"{self._temperature(1.0):g}"
+        transition = [f"temperature {start} → {floor} ({_name(self.temperature_curve)})"] if gated else []
+        transition += [f"position terms 1 → 0 ({_name(self.terms_curve)})"] if self.fade_terms else []
         lines = {
             "warmup": (0, first, f"rope_scale 1 → 0 ({_name(self.rope_curve)})"),
-            "transition": (
-                first,
-                second,
-                f"temperature {start} → {floor} ({_name(self.temperature_curve)})"
-                + (f", position terms 1 → 0 ({_name(self.terms_curve)})" if self.fade_terms else ""),
-            ),
-            "finetune": (second, total_steps, f"temperature {floor}"),
+            "transition": (first, second, ", ".join(transition) or "nothing moves"),
+            "finetune": (second, total_steps, f"temperature {floor}" if gated else "nothing moves"),
         }
         return [
             f"{stage}: steps {begin} to {end}, {text}" for stage, (begin, end, text) in lines.items() if end > begin

@@ -490,7 +490,7 @@ def test_only_position_parameters_change_in_every_family(family):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
     assert all(module.training for module in model.modules())
-    assert model.config.to_dict() == config
+    assert model.config.to_dict() == config | {"drope_calibrated": True}
     assert {m._initial for m in model.modules() if hasattr(type(m), "_init_scale")} == {0.25}
     assert observers(model) == []
     assert_equal_states(source.state_dict(), theirs)
@@ -741,7 +741,7 @@ def test_strings_make_windows_of_the_context_length_by_default():
         (torch.zeros(8, dtype=torch.long), {}, r"texts has shape \(8,\); token ids have to be \(windows, length\)\."),
         (torch.zeros(2, 1, dtype=torch.long), {}, r"texts has shape \(2, 1\)"),
         (torch.zeros(0, 8, dtype=torch.long), {}, r"shape \(0, 8\)"),
-        (random_ids(1, 65), {}, r"Windows of 65 tokens are longer than the source's context of 64\."),
+        (random_ids(1, 65), {}, r"Windows of 65 tokens are longer than 64, the source's context\."),
         (torch.full((1, 8), VOCAB), {}, rf"The text holds token {VOCAB}, but the model knows only {VOCAB}\."),
         (torch.full((1, 8), -1), {}, r"token -1"),
         (["w3 w4"], {}, r"texts are strings and there is no tokenizer; pass tokenizer=, or token ids\."),

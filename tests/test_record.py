@@ -247,7 +247,7 @@ def test_a_value_that_is_not_finite_stops_training_before_it_is_used_or_saved(va
     run.save_model()
     before = (tmp_path / "model.safetensors").read_bytes()
     what = "gradient norm" if gradient else "loss"
-    sentence = rf"^The {what} is (nan|inf) at step 4; .* up to .*checkpoint-2 are kept; begin anew with a learning rate below 0\.001\.$"
+    sentence = rf"^The {what} is (nan|inf) at step 4; .* up to .*checkpoint-2 are kept; begin anew in another folder with a learning rate below 0\.001\.$"
     with pytest.raises(NonFiniteLossError, match=sentence):
         run.train()
     assert run.state.global_step == 3
@@ -269,7 +269,7 @@ def test_a_value_that_is_not_finite_stops_training_before_it_is_used_or_saved(va
 
 def test_a_huge_learning_rate_never_gets_into_a_checkpoint(tmp_path):
     run = make(tmp_path, learning_rate=1e38, lr_scheduler_type="constant", save_steps=1, max_grad_norm=0.0)
-    with pytest.raises(NonFiniteLossError, match="begin anew with a learning rate below 1e\\+38"):
+    with pytest.raises(NonFiniteLossError, match="begin anew in another folder with a learning rate below 1e\\+38"):
         run.train()
     for folder in tmp_path.glob("checkpoint-*"):
         saved = AutoModelForCausalLM.from_pretrained(folder)
