@@ -309,12 +309,15 @@ class DisentangledBias(Fp32Module):
             query_offset: index of the first query among the keys; the number of cached keys when decoding.
             factor: a gate's value on the terms, broadcastable to (batch, heads, queries, 1).
         """
-        if self.terms_off:
+        if self.terms_off or not self.terms:
             content_query, content_key = self.content(query, key, query_offset)
             return content_query + self._unused(factor).to(content_query.dtype), content_key
         strength = self.terms_scale if factor is None else factor * self.terms_scale
         removed = strength * self._removed() if "p2c" in self.terms else None
         content_query, content_key = self.content(query, key, query_offset, removed)
+        if {"p2p", "p2c"} == set(self.terms):
+            # Together they are μ_q'R k.
+            content_query = content_query + self._unused(None).to(content_query.dtype)
         places, key_places = self._places(query, key, query_offset)
         queries, keys = [content_query], [content_key]
         for a, b in self._factors(query, key):

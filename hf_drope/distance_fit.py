@@ -78,6 +78,8 @@ def _fit_table(bias: Any, above: Tensor, below: Tensor) -> None:
     table = table.index_add(1, rows, above) / weight.clamp(min=1e-30)
     seen = (weight > 0).any(0)
     known = seen.nonzero()[:, 0]
+    if not len(known):
+        return
     # A distance that no window reaches is as far as the nearest that one does.
     rows = torch.arange(len(seen), device=known.device)
     after = torch.searchsorted(known, rows).clamp(max=len(known) - 1)
@@ -96,6 +98,12 @@ def _fit_log(bias: Any, distance: Tensor, value: Tensor, weight: Tensor) -> None
         bias.gamma[0] = torch.where(better, solution[:, 0].float(), bias.gamma[0])
         bias.a[0] = torch.where(better, torch.full_like(bias.a[0], slope), bias.a[0])
         best = torch.where(better, error, best)
-    if bias.init == "kerple":
-        # Below it the parameter would have no gradient.
-        bias.gamma[0].clamp_(min=SMALLEST_SLOPE)
+    keep_in_range(bias)
+
+
+def keep_in_range(bias: Any) -> None:
+    """Move the numbers of a log bias that it holds above a limit up to that; below it they would have no gradient."""
+    if bias.kind == "log":
+        with torch.no_grad():
+            for parameter in (bias.a, bias.gamma) if bias.init == "kerple" else (bias.a,):
+                parameter.clamp_(min=SMALLEST_SLOPE)

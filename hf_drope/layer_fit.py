@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .descent import descend
 from .disentangled_bias import RotaryPairs
-from .distance_fit import fit_by_distance, share
+from .distance_fit import fit_by_distance, keep_in_range, share
 
 # Queries of one window whose whole rows of scores are in memory at once.
 ROWS = 64
@@ -186,6 +186,7 @@ class LayerFit:
             return self._divergence(sample, self._scores(sample))
 
         descend([p for p in self.position_bias.parameters() if p.numel()], loss, steps, learning_rate)
+        keep_in_range(self.bias)
 
     # Closed forms.
 
@@ -221,9 +222,10 @@ class LayerFit:
             bias.pairs.copy_(best.sort(-1).values)
 
     def _mean_rotation(self, samples: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The mean of R_Δ, as (heads, pairs, 2) cos-like and sin-like, by least squares on the centred content scores
+        """The mean of R_Δ over attended keys, as (heads, pairs, 2) cos-like and sin-like, and its weights (heads, pairs).
 
-        weighted with the source's attention, and (heads, pairs) the weights that it was taken over.
+        Each key counts with the source's attention and with the size of its pair's content: the least squares of the centred
+        scores where the pairs are independent of each other and of the distance.
         """
         bias = self.bias
         mu_q, mu_k = bias.means()

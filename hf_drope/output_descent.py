@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .descent import descend, only_trained
+from .distance_fit import keep_in_range
 from .distill import as_source, distillation_loss
 from .hardware import multiplies_bf16
 from .top_k_logits import evaluating, top_k_logits
@@ -63,6 +64,8 @@ def descend_to_outputs(
         if not math.isfinite(start):
             raise ValueError("The logits are not finite on this text; look at the source's weights.")
         descend(parameters, lambda step: divergence(rows[order[step % len(order)]]), steps, learning_rate, bar.update)
+        for position_bias in model.position_biases():
+            keep_in_range(position_bias.bias)
         end = divergence(ids[0]).item()
         if not end < start:
             end = start

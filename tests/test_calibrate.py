@@ -17,6 +17,7 @@ from checkpoints import edit_json, logits, tiny_tokenizer, write_source
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, VOCAB, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_drope import DroPEParameters, apply_drope, calibrate, calibrate_checkpoint, convert_checkpoint, plan_conversion
 from hf_drope.cli import main
@@ -24,6 +25,7 @@ from hf_drope.distance_fit import fit_by_distance
 from hf_drope.folder_calibration import checkpoint_windows
 from hf_drope.layer_fit import LayerFit, LayerStates
 from hf_drope.position_bias import LinearBias, LogBias, LowRankBias, PositionBias, TableBias
+from hf_drope.training import lora_config
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -262,12 +264,47 @@ def test_distances_without_weight_neither_count_nor_stay_as_they_were():
 
 
 @torch.no_grad()
+def test_distances_that_no_window_reaches_are_as_the_nearest_that_one_does():
+    bias, generator = TableBias(2, max_distance=4096), torch.Generator().manual_seed(0)
+    before, value = bias.weight.clone(), torch.randn(2, 300, generator=generator)
+    # Gaps of all sizes as well as all distances from 300 on.
+    weight = (torch.rand(300, generator=generator) < 0.2).float().expand(2, -1)
+    fit_by_distance(bias, weight * value, weight)
+    reached = weight[0].nonzero()[:, 0].tolist()
+    assert reached[-1] < 300
+    for distance in range(4096):
+        # Of two that are as near the further one.
+        nearest = min(reached, key=lambda other, d=distance: (abs(other - d), -other))
+        torch.testing.assert_close(bias.values(torch.tensor([-distance]))[:, 0], value[:, nearest])
+    assert torch.equal(bias.weight[4096:], before[4096:])
+
+
+@torch.no_grad()
 def test_an_off_grid_slope_is_fitted_well_enough():
     known, bias, distance = LogBias(4), LogBias(4), torch.arange(64)
     known.a.copy_(torch.tensor([[0.07, 0.4, 1.9, 7.0]]))
     known.gamma.copy_(torch.tensor([[-0.5, 0.5, 1.0, 3.0]]))
     weight = torch.ones(4, 64)
     assert fit_by_distance(bias, weight * known.values(-distance), weight) >= 0.99
+
+
+def test_a_kerple_bias_that_would_have_to_rise_stays_where_it_can_learn():
+    bias, distance = LogBias(4, init="kerple"), torch.arange(40)
+    fit_by_distance(bias, torch.log1p(distance).expand(4, -1), torch.ones(4, 40))
+    assert (bias.gamma >= 0.01).all()
+    bias.values(-distance).sum().backward()
+    assert (bias.gamma.grad != 0).all()
+
+
+@pytest.mark.parametrize(("steps", "output_steps"), [(0, 0), (8, 0), (0, 24)])
+def test_a_calibrated_kerple_bias_goes_on_learning(steps, output_steps):
+    model = apply_drope(tiny_model("llama"), settings("log", init="kerple"))
+    run(model, steps=steps, output_steps=output_steps)
+    model(IDS, labels=IDS).loss.backward()
+    for bias in model.position_biases():
+        assert (bias.bias.gamma >= 0.01).all(), bias.bias.gamma
+        assert (bias.bias.gamma.grad != 0).all()
+        assert (bias.bias.a.grad != 0).all()
 
 
 # Every bias and gate: closer to the source than dropped, and by the numbers that the report gives.
@@ -309,6 +346,18 @@ def test_divergence_falls_to_what_the_model_then_does(kind, gate, steps):
     assert (report.bias, report.windows, report.length, report.steps) == (kind, 2, 24, steps)
     assert json.loads(json.dumps(report.to_dict()))["layers"][1]["layer"] == 1
     assert f"calibrated {kind} in 2 layers on 2 × 24 tokens" in report.describe()
+
+
+@pytest.mark.parametrize("qk_norm", ["q", "k", "qk"])
+@pytest.mark.parametrize("kind", ["table", "disentangled"])
+def test_with_added_norms_the_target_is_the_attention_of_the_source_which_has_none(kind, qk_norm):
+    top = {"qk_norm": qk_norm}
+    model = apply_drope(positional_llama(), settings(kind, None, top, **KINDS[kind]))
+    report = run(model, steps=0)
+    theirs = attention_of_layer_0(positional_llama(), IDS)
+    dropped = attention_of_layer_0(apply_drope(positional_llama(), "nope", **top), IDS)
+    assert report.layers[0].dropped == pytest.approx(divergence(theirs, dropped), rel=1e-3)
+    assert report.layers[0].start == pytest.approx(divergence(theirs, attention_of_layer_0(model, IDS)), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["table", "low_rank", "disentangled"])
@@ -368,6 +417,38 @@ def test_descent_goes_further_than_the_closed_form_and_is_repeatable():
         reports.append((report.layers, [parameter.detach().clone() for parameter in model.position_parameters()]))
     assert reports[0][0] == reports[1][0]
     assert all(map(torch.equal, reports[0][1], reports[1][1]))
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_gradient_checkpointing_is_as_it_was_after_the_descent_towards_the_outputs(reentrant):
+    model = apply_drope(tiny_model("llama"), settings("disentangled")).train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    run(model, steps=0, output_steps=2)
+    for layer in model.model.layers:
+        assert layer.gradient_checkpointing == (reentrant is not None)
+        if reentrant is not None:
+            assert layer._gradient_checkpointing_func.keywords["use_reentrant"] == reentrant
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{"type": "linear", "factor": 4.0}, {"type": "ntk", "factor": 4.0}, {"type": "clip", "max_distance": 6}],
+    ids=lambda scaling: scaling["type"],
+)
+def test_stretched_terms_are_calibrated_as_those_of_the_source_and_stay_stretched(scaling):
+    plain = apply_drope(positional_llama(), settings("disentangled"))
+    model = apply_drope(positional_llama(), settings("disentangled", position_scaling=scaling))
+    frequencies = [bias.bias.frequencies.clone() for bias in model.position_biases()]
+    stretched = [bias.bias.position_scaling for bias in model.position_biases()]
+    reports = [run(each, steps=2, output_steps=2) for each in (plain, model)]
+    assert reports[0].layers == reports[1].layers
+    assert reports[0].output_divergence == reports[1].output_divergence
+    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert [bias.bias.position_scaling for bias in model.position_biases()] == stretched
+    assert None not in stretched
+    assert all(torch.equal(b.bias.frequencies, f) for b, f in zip(model.position_biases(), frequencies, strict=True))
+    assert (logits(model, IDS) - logits(plain, IDS)).abs().max() > 1e-2
 
 
 def test_a_source_with_scaled_rotation_has_its_scale_in_the_content_as_well():
@@ -508,18 +589,41 @@ def test_calibration_does_not_depend_on_the_strength_of_rope_or_the_mode():
     assert_equal_states(*states)
 
 
-def test_a_stopped_calibration_leaves_no_observer_and_the_strength_of_rope(monkeypatch):
-    model = apply_drope(tiny_model("llama"), settings("disentangled"), rope_scale=0.5).train()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_calibration_that_stops_at_the_second_layer_leaves_everything_as_it_was(error, monkeypatch):
+    model = apply_drope(tiny_model("llama"), settings("disentangled", rank=4), rope_scale=0.5).train()
+    before, config, fit = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict()), LayerFit.run
 
-    def stop(*arguments: Any) -> None:
-        raise KeyboardInterrupt
+    def stop(self: Any, *arguments: Any) -> Any:
+        if self.layer.module.layer_idx == 1:
+            assert biases(model)[0].bias.query_mean.any()
+            raise error
+        return fit(self, *arguments)
 
     monkeypatch.setattr(LayerFit, "run", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         run(model)
+    assert_equal_states(model.state_dict(), before)
+    assert model.config.to_dict() == config
     assert observers(model) == []
     assert model.training
     assert model.model.rotary_emb._initial == 0.5
+
+
+@pytest.mark.parametrize(
+    "place", ["model.embed_tokens", "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.up_proj"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_is_not_finite_is_refused_and_nothing_changes(kind, place):
+    model = apply_drope(tiny_model("llama"), settings(kind, **KINDS[kind]))
+    with torch.no_grad():
+        model.get_submodule(place).weight[IDS[0, 3] if "embed" in place else 0, 0] = math.nan
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".position_bias." in name}
+    with pytest.raises(ValueError, match=r"^The .* not finite on this text; look at the source's weights\.$"):
+        run(model, output_steps=2)
+    after = model.state_dict()
+    assert_equal_states({name: after[name] for name in before}, before)
+    assert "drope_calibrated" not in model.config.to_dict()
 
 
 def test_a_model_in_bf16_keeps_its_dtypes():
@@ -528,6 +632,23 @@ def test_a_model_in_bf16_keeps_its_dtypes():
     assert report.mean("end") < report.mean("dropped")
     assert biases(model)[0].bias.query_mean.dtype == torch.float32
     assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_from_the_copy_of_the_code_in_its_folder_is_calibrated_to_the_same(kind, tmp_path):
+    """None of its classes is one of this package."""
+    ours = apply_drope(tiny_model("llama"), settings(kind, **KINDS[kind]))
+    ours.save_pretrained(tmp_path)
+    remote = get_class_from_dynamic_module("modeling_drope.DroPELlamaForCausalLM", str(tmp_path))
+    theirs = remote.from_pretrained(tmp_path)
+    for mine, other in zip(ours.position_biases(), theirs.position_biases(), strict=True):
+        assert not isinstance(other.bias, type(mine.bias))
+    before = copy.deepcopy(ours.state_dict())
+    reports = [run(model, steps=2, output_steps=2) for model in (ours, theirs)]
+    assert reports[0].layers == reports[1].layers
+    assert reports[0].output_divergence == reports[1].output_divergence
+    assert_equal_states(theirs.state_dict(), ours.state_dict())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
 
 
 # GPT-2: a learned table has no rotation, so the source runs.
@@ -563,6 +684,18 @@ def test_gpt2_without_its_source_is_refused():
     model = apply_drope(gpt2(), settings("table"))
     with pytest.raises(ValueError, match=r"source has a learned position table; give the source model as well\.$"):
         run(model)
+
+
+def test_a_gpt2_whose_source_has_another_output_head_is_refused():
+    """The weights of the body are the same."""
+    sources = [tiny_model("gpt2", tie_word_embeddings=False) for _ in range(2)]
+    sources[1].lm_head.weight.data[-1, -1] += 1e-3
+    model = apply_drope(tiny_model("gpt2", tie_word_embeddings=False), settings("table", **KINDS["table"]))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"source is not this model's: the weights of its output head differ\.$"):
+        run(model, sources[1])
+    assert_equal_states(model.state_dict(), before)
+    run(model, sources[0], steps=0)
 
 
 @pytest.mark.parametrize(
@@ -735,6 +868,24 @@ def test_strings_make_windows_of_the_context_length_by_default():
     assert run(model, ids=[words(70)], tokenizer=tiny_tokenizer(), steps=0).length == 64
 
 
+def test_windows_of_a_longrope_source_end_where_it_turns_to_other_frequencies(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    stock = tiny_model("phi3", original_max_position_embeddings=16, rope_parameters=rope)
+    model = apply_drope(copy.deepcopy(stock), settings("disentangled"))
+    before, strings = copy.deepcopy(model.state_dict()), {"ids": [words(40)], "tokenizer": tiny_tokenizer()}
+    for given in ({"ids": random_ids(1, 17)}, {**strings, "length": 17}):
+        with pytest.raises(ValueError, match=r"^Windows of 17 tokens are longer than 16, the source's context\.$"):
+            run(model, **given)
+    assert_equal_states(model.state_dict(), before)
+    assert run(model, **strings, steps=0).length == 16
+    older = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    older["rope_scaling"] = {**rope, "type": rope["rope_type"]}
+    for config in (stock.config.to_dict(), model.config.to_dict(), older):
+        assert checkpoint_windows(tiny_tokenizer(), config, [write_text(tmp_path)], 64, None).shape == (4, 16)
+        with pytest.raises(ValueError, match=r"length is 17; it has to be from 2 to 16, the source's context"):
+            checkpoint_windows(tiny_tokenizer(), config, [write_text(tmp_path)], 64, 17)
+
+
 @pytest.mark.parametrize(
     ("texts", "arguments", "sentence"),
     [
@@ -771,6 +922,30 @@ def test_models_without_anything_to_calibrate_are_refused():
         run(apply_drope(tiny_model("llama"), "nope"))
     with pytest.raises(ValueError, match=r"bias has no parameters to calibrate; set learned=True or choose another"):
         run(apply_drope(tiny_model("llama"), "alibi"))
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_a_model_that_predicts_no_tokens_is_calibrated_towards_attention_alone(head):
+    model, causal = (apply_drope(tiny_model("llama", kind), settings("disentangled")) for kind in (head, "ForCausalLM"))
+    before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
+    for given in ({}, {"output_steps": 2}):
+        with pytest.raises(ValueError, match=r"predicts no next tokens to calibrate on; give output_steps=0, or"):
+            calibrate(model, None, IDS, progress=False, **given)
+    assert_equal_states(model.state_dict(), before)
+    assert model.config.to_dict() == config
+    assert run(model, steps=2).layers == run(causal, steps=2).layers
+    assert_equal_states(model.base_model.state_dict(), causal.base_model.state_dict())
+
+
+def test_a_model_with_adapters_is_refused():
+    peft = pytest.importorskip("peft")
+    model = apply_drope(tiny_model("llama"), settings("disentangled"))
+    adapted = peft.get_peft_model(model, lora_config(model, 2))
+    before = copy.deepcopy(adapted.state_dict())
+    for each in (adapted, model):
+        with pytest.raises(ValueError, match=r"^This model has adapters; calibrate it before they are added\.$"):
+            run(each)
+    assert_equal_states(adapted.state_dict(), before)
 
 
 def test_a_source_that_is_not_the_models_is_refused():
@@ -1083,6 +1258,10 @@ def test_convert_and_calibrate_in_one_go_is_both_after_each_other(as_json, capsy
         (["--preset", "disentangled", "--calibrate"], "Calibration needs text; give it with --text FILE."),
         (["--preset", "disentangled", "--calibrate", *FLAGS], "Calibration needs text"),
         (["--calibrate", "--text", "{short}"], "There is no position bias to calibrate; convert with one"),
+        (
+            ["--preset", "alibi", "--calibrate", "--text", "{long}", *FLAGS],
+            "This bias has no parameters to calibrate; set learned",
+        ),
         (["--preset", "simple", "--calibrate", "--text", "{short}", *FLAGS], "too few for 4 windows of 24."),
         (["--preset", "simple", "--calibrate", "--text", "{missing}"], "There is no text file"),
         (["--preset", "simple", "--calibrate", "--text", "{long}", "--length", "65"], "length is 65"),

@@ -375,6 +375,25 @@ def test_gradients_agree_between_backends_blocks_and_checkpointing(settings, mon
             assert gradient.abs().max() > 0, name
 
 
+@pytest.mark.parametrize("gate", [None, "head", "query", "score"])
+@pytest.mark.parametrize("given", [{"terms_scale": 0.0}, {"terms": []}, {"terms": ["p2p", "p2c"]}])
+def test_no_position_parameter_is_left_without_a_gradient(given, gate, monkeypatch):
+    """https://github.com/pytorch/pytorch/issues/41324"""
+    ids, model = random_ids(2, 9), build(**given, gate=gate and {"type": gate}).train()
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    for name, parameter in model.named_parameters():
+        if "position_bias" in name:
+            assert parameter.grad is not None, name
+            # A score gate reads the content, of which mean keys are a part.
+            gated = bool(given.get("terms")) and ("gate" in name or gate == "score")
+            used = name.endswith(("query_mean", "gain")) or gated
+            assert parameter.grad.any() == used, name
+    monkeypatch.setattr(DisentangledBias, "_unused", lambda *_: torch.zeros(()))
+    # Other kernels run without gradients.
+    assert torch.equal(model.eval()(ids, labels=ids).logits, output.logits)
+
+
 # Stretching the position terms.
 
 THETA, WIDTH = 1e4, 32

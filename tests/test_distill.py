@@ -287,14 +287,14 @@ def ragged_rows() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_one_batch_of_eight_equals_eight_batches_of_one(smoothing, tmp_path):
+@pytest.mark.parametrize(("smoothing", "hidden"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.5)])
+def test_one_batch_of_eight_equals_eight_batches_of_one(smoothing, hidden, tmp_path):
     teacher = tiny_model("llama", seed=1, scale=2.0)
     runs = []
     for split in ((8, 1), (1, 8)):
         overrides = {"per_device_train_batch_size": split[0], "gradient_accumulation_steps": split[1]}
         overrides |= {"optim": "sgd", "learning_rate": 0.1, "label_smoothing_factor": smoothing, "max_steps": 2}
-        distill = Distillation(teacher, temperature=2.0, weight=0.7)
+        distill = Distillation(teacher, temperature=2.0, weight=0.7, hidden_weight=hidden)
         runs.append(train(tmp_path, converted(), distill, ragged_rows(), **overrides))
     one, eight = runs
     assert logged(one) == pytest.approx(logged(eight), rel=1e-5)

@@ -141,6 +141,30 @@ def test_position_parameters_alone_adapt_to_a_domain(calibrated, tmp_path):
     loads_without_the_package(tmp_path / "out", tmp_path)
 
 
+def test_the_comparison_measures_the_states_it_is_asked_for_and_each_once(tmp_path):
+    write_source(tmp_path / "src", max_position_embeddings=2048)
+    known = [("austen", "Persuasion"), ("sotu", "1981-Carter-1"), ("other", "Moby-Dick"), ("other", "King James Bible")]
+    documents = [
+        {"source": source, "id": name, "text": write_words(tmp_path / "words.txt", 5600, seed).read_text()}
+        for seed, (source, name) in enumerate([*known, ("austen", "Sanditon"), ("sotu", "1790-Washington-1")])
+    ]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    given = ("smollm2_recalibration.py", tmp_path / "src", tmp_path / "corpus.jsonl", tmp_path / "out")
+    states = ["dropped", "disentangled, closed form"]
+    out = run_example(*given, "--only", *states, cwd=tmp_path)
+    assert "calibrated disentangled in 2 layers on 2 × 2048 tokens" in out
+    file = tmp_path / "out/results.json"
+    results = json.loads(file.read_text())
+    assert list(results) == states
+    for row in results.values():
+        assert list(row) == ["512", "2048", "other 2048", "seconds"]
+        assert all(20 < row[key] < 1000 for key in ("512", "2048", "other 2048"))
+    assert results[states[0]]["2048"] != results[states[1]]["2048"]
+    file.write_text(json.dumps({states[0]: "known", states[1]: "known"}))
+    assert run_example(*given, "--only", *states, cwd=tmp_path) == ""
+    assert json.loads(file.read_text()) == {states[0]: "known", states[1]: "known"}
+
+
 def test_distillation_composes_with_trl_or_is_refused(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 

@@ -22,7 +22,14 @@ from tiny import random_ids
 from transformers import AutoModelForCausalLM, Trainer
 
 import hf_drope.recalibrate as module
-from hf_drope import DroPESchedule, calibrate_checkpoint, convert_checkpoint, plan_conversion
+from hf_drope import (
+    DroPESchedule,
+    apply_drope,
+    calibrate,
+    calibrate_checkpoint,
+    convert_checkpoint,
+    plan_conversion,
+)
 from hf_drope.cli import main
 from hf_drope.recalibrate import recalibrate
 from hf_drope.record import NonFiniteLossError, draw_record
@@ -161,6 +168,31 @@ def test_a_run_with_nothing_given_is_one_pass_over_a_short_text(place, tmp_path)
     assert all("self_attn" in name for name in moved(place.disentangled, tmp_path / "out"))
 
 
+@pytest.mark.parametrize("given", [None, 0.4])
+def test_stages_of_ones_own_begin_at_the_temperature_of_the_gate_unless_they_say_another(given, place, tmp_path):
+    schedule = DroPESchedule(warmup=0, transition=3, initial_temperature=given)
+    plan = run(place, tmp_path / "plan", place.fresh, schedule=schedule, dry_run=True)
+    run(place, tmp_path / "out", place.fresh, schedule=schedule)
+    start = given or 0.7
+    assert metrics(tmp_path / "out", "drope/temperature") == pytest.approx(
+        [start, start * 2 / 3, start / 3, 0.1, 0.1, 0.1]
+    )
+    assert f"temperature {start} → 0.1" in plan["stages"][0]
+
+
+def test_a_model_calibrated_in_memory_counts_as_calibrated_when_it_is_saved(place, tmp_path):
+    model = apply_drope(AutoModelForCausalLM.from_pretrained(place.source), "disentangled")
+    folders = [tmp_path / "before", tmp_path / "after"]
+    model.save_pretrained(folders[0])
+    calibrate(model, None, random_ids(1, LENGTH), steps=0, output_steps=0, progress=False)
+    model.save_pretrained(folders[1])
+    for folder in folders:
+        module.load_tokenizer(place.source).save_pretrained(folder)
+    plans = [run(place, tmp_path / "out", folder, dry_run=True) for folder in folders]
+    assert [plan["calibrated"] for plan in plans] == [False, True]
+    assert [plan["learning_rate"] for plan in plans] == [3e-4, 1e-4]
+
+
 def test_a_text_shorter_than_a_step_is_one_step(place, tmp_path):
     text = write_words(tmp_path / "short.txt", 40, seed=3)
     plan = recalibrate(place.disentangled, tmp_path / "out", [text], sequence_length=LENGTH, dry_run=True)
@@ -297,9 +329,11 @@ def test_accumulated_batches_give_the_same_losses(name, place, tmp_path):
 
 def test_teachers_that_cannot_teach_are_refused_before_anything_is_written(place, tmp_path):
     write_source(tmp_path / "larger", vocab_size=113)
+    write_source(tmp_path / "other", seed=1)
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "Distillation needs the source as its teacher"),
         ({"source": tmp_path / "larger"}, "vocabulary of 113 tokens and the model one of 97"),
+        ({"source": tmp_path / "other"}, r"other is not the source of .*disentangled: its weights are not those that"),
         ({"source": place.gated}, "is a converted checkpoint; the teacher has to be its source"),
         ({"source": tmp_path / "nowhere"}, "nowhere"),
         ({"source": place.source, "distill": 1.5}, r"weight is 1\.5"),
@@ -747,6 +781,30 @@ def test_another_learning_rate_is_used_or_refused_on_resumption(place, tmp_path)
         assert "learning_rate" in str(error)  # noqa: PT017
     else:
         assert max(metrics(tmp_path / "part", "learning_rate")[4:]) <= 1e-5
+
+
+def test_another_learning_rate_of_the_position_parameters_is_refused_on_resumption(place, tmp_path):
+    given: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 2}
+    run(place, tmp_path / "out", **given)
+    before = contents(tmp_path / "out")
+    sentence = (
+        r"^position_learning_rate is 0\.001, but .*checkpoint-2 belongs to a run with 0\.01; resume with that, or"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        run(place, tmp_path / "out", resume=True, position_learning_rate=1e-3, **given)
+    assert contents(tmp_path / "out") == before
+    # Said or not, it is ten times the other.
+    run(place, tmp_path / "out", resume=True, position_learning_rate=1e-2, **given)
+
+
+def test_a_folder_with_incomplete_checkpoints_alone_is_not_resumed(place, tmp_path):
+    run(place, tmp_path / "out")
+    for state in (tmp_path / "out").glob("checkpoint-*/trainer_state.json"):
+        state.unlink()
+    with pytest.raises(
+        ValueError, match=r"holds no complete checkpoint to resume from; begin anew in another folder\.$"
+    ):
+        run(place, tmp_path / "out", resume=True)
 
 
 @pytest.mark.parametrize(

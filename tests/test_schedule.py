@@ -111,6 +111,17 @@ def test_round_trip_and_plan():
         DroPESchedule(rope_curve=lambda p: 1 - p).to_dict()
 
 
+def test_the_plan_of_a_model_without_a_temperature_speaks_of_none():
+    assert DroPESchedule().describe(10, gated=False) == [
+        "warmup: steps 0 to 3, rope_scale 1 → 0 (linear)",
+        "transition: steps 3 to 6, nothing moves",
+        "finetune: steps 6 to 10, nothing moves",
+    ]
+    assert "temperature 1 → 0.1 (linear)" in DroPESchedule().describe(10)[1]
+    fading = DroPESchedule(warmup=0, transition=1.0, fade_terms=True).describe(10, gated=False)
+    assert fading == ["transition: steps 0 to 10, position terms 1 → 0 (linear)"]
+
+
 def test_learning_rate_warmup_is_capped_in_short_runs():
     assert learning_rate_warmup_steps(200_000) == 5000
     assert learning_rate_warmup_steps(100) == 10
