@@ -104,7 +104,7 @@ def calibrate(
         steps: of the descent a layer towards the source's attention; 0 leaves the closed form. Default 32 for a disentangled
             bias with p2c and 0 for every other, which can match attention only at the expense of what comes out of it.
         output_steps: of the descent of all layers together that follows, 512 tokens each, towards the source's next-token
-            distribution; default 24 for a disentangled bias with p2c and 36 for every other.
+            distribution; default 24 for a disentangled bias with p2c and 40 for every other.
         learning_rate: of both descents, in units of each number's size (see `descend`); an eighth of it towards the outputs
             where the start is close to the source, as with p2c.
         states: what the layers are fitted on: "own", the states that the converted earlier layers produce, or "source", those
@@ -126,7 +126,7 @@ def calibrate(
     # With p2c most of RoPE is there, and a layer can come close to its source.
     close = "p2c" in parameters["position_bias"].get("terms", ())
     steps = (32 if close else 0) if steps is None else steps
-    output_steps = (24 if close else 36) if output_steps is None else output_steps
+    output_steps = (24 if close else 40) if output_steps is None else output_steps
     if output_steps and model.get_output_embeddings() is None:
         raise ValueError(
             f"{type(model).__name__} predicts no next tokens to calibrate on; give output_steps=0, or calibrate the causal "

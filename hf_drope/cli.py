@@ -159,7 +159,7 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         "--output-steps",
         type=int,
         metavar="N",
-        help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias with p2c, else 36)",
+        help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias with p2c, else 40)",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,8 @@ from .distill import as_source, distillation_loss
 from .hardware import multiplies_bf16
 from .top_k_logits import evaluating, top_k_logits
 
-# Tokens a step: many steps of few tokens got further than the same tokens in fewer, longer ones, at 512 and at 2048 tokens.
+# Tokens a step: many steps of few tokens got further than the same tokens in fewer, longer ones, at 512 and at 2048 tokens,
+# and need no gradient checkpointing.
 LENGTH = 512
 _TOP_K = 64
 
@@ -57,7 +57,6 @@ def descend_to_outputs(
         bar,
         evaluating(model),
         at_rest(model),
-        checkpointed(model),
         only_trained(parameters, list(model.parameters())),
     ):
         start = divergence(ids[0]).item()
@@ -86,26 +85,3 @@ def at_rest(model: Any) -> Iterator[None]:
     finally:
         for module, rope_scale in before:
             module.set_rope_scale(rope_scale)
-
-
-@contextmanager
-def checkpointed(model: Any) -> Iterator[None]:
-    """Each layer's inside is computed again in the backward pass: a long window would not fit otherwise."""
-    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    before = [(layer, layer._gradient_checkpointing_func) for layer in layers if layer.gradient_checkpointing]
-    with warnings.catch_warnings():
-        # Renamed in newer releases; the older ones know this name alone.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:
-        # Of the layer alone, which asks for it; dropout and the like inside stay as they are.
-        layer.training = True
-    try:
-        yield
-    finally:
-        if not before:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_disable()
-        for layer, function in before:
-            layer._gradient_checkpointing_func = function

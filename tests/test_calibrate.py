@@ -419,18 +419,6 @@ def test_descent_goes_further_than_the_closed_form_and_is_repeatable():
     assert all(map(torch.equal, reports[0][1], reports[1][1]))
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_gradient_checkpointing_is_as_it_was_after_the_descent_towards_the_outputs(reentrant):
-    model = apply_drope(tiny_model("llama"), settings("disentangled")).train()
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    run(model, steps=0, output_steps=2)
-    for layer in model.model.layers:
-        assert layer.gradient_checkpointing == (reentrant is not None)
-        if reentrant is not None:
-            assert layer._gradient_checkpointing_func.keywords["use_reentrant"] == reentrant
-
-
 @pytest.mark.parametrize(
     "scaling",
     [{"type": "linear", "factor": 4.0}, {"type": "ntk", "factor": 4.0}, {"type": "clip", "max_distance": 6}],
