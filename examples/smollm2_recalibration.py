@@ -6,7 +6,7 @@ SMOLLM2 is a folder with the model, CORPUS.jsonl has one document a line with th
 presidential addresses, Moby-Dick and the King James Bible. Training text are the novels but Persuasion and Emma, and the
 addresses but those of 1981 and 2026. Perplexity is that of windows from a quarter into Persuasion and the 1981 address, and, to
 see whether a model merely adapted to the texts, from Moby-Dick and the King James Bible. Results go to OUT/results.json; a
-state that is in there is not measured again. About 80 minutes on 2 cores.
+state that is in there is not measured again. About 90 minutes on 2 cores.
 """
 
 from __future__ import annotations
