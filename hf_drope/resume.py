@@ -36,8 +36,10 @@ def full_disk_told(folder: Path, checkpoint: Path | None = None) -> Iterator[Non
             shutil.rmtree(checkpoint, ignore_errors=True)
             what = f"{checkpoint.name} could not be written and was removed"
         found = checkpoints(folder)
-        left = f"{found[max(found)]} is the last good one" if found else "there is none before it"
-        raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and go on with --resume.") from error
+        left, then = "there is none before it", "begin anew in another folder"
+        if found:
+            left, then = f"{found[max(found)]} is the last good one", "go on with --resume"
+        raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and {then}.") from error
 
 
 def last_checkpoint(folder: Path, max_steps: int) -> str:
