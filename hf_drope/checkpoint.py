@@ -1,32 +1,24 @@
-"""Checkpoint folders read and written shard by shard, without loading a model.
+"""Checkpoint folders read from their headers, without loading a model.
 
 A safetensors file is an 8-byte little-endian length, that many bytes of JSON (name → dtype, shape, byte range), and the
 tensors' bytes (https://github.com/huggingface/safetensors#format). Reading the header is enough to know everything about a
-shard, and copying byte ranges keeps every tensor as it is, bit for bit.
+shard.
 """
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import json
 import math
-import os
-import shutil
 import struct
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_CHUNK = 16 << 20
 _SAMPLE = 1 << 12
-_FICLONE = 0x40049409
 # The format's own bound on a header, which keeps a damaged length from asking for all memory.
 _LARGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
@@ -52,7 +44,6 @@ _TORCH_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-Progress = Callable[[int], Any]
 
 
 class CheckpointError(ValueError):
@@ -237,122 +228,15 @@ def load_bin(path: Path, device: str = "cpu") -> dict[str, Any]:
 
 
 def _read_bin_tensors(path: Path) -> dict[str, TensorInfo]:
-    return {name: _tensor_info(name, tensor) for name, tensor in load_bin(path, "meta").items()}
+    return {name: tensor_info(name, tensor) for name, tensor in load_bin(path, "meta").items()}
 
 
-def _tensor_info(name: str, tensor: Any, start: int = 0) -> TensorInfo:
+def tensor_info(name: str, tensor: Any, start: int = 0) -> TensorInfo:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _TORCH_DTYPES:
         raise CheckpointError(f"{name} has the dtype {dtype}, which safetensors does not store.")
     end = start + tensor.numel() * tensor.element_size()
     return TensorInfo(_TORCH_DTYPES[dtype], tuple(tensor.shape), start, end)
-
-
-def copy_file(source: Path, target: Path, progress: Progress | None = None) -> None:
-    """Copy a file's bytes: shared blocks (a reflink) where the file system has them, never a hard link.
-
-    Older safetensors write through a hard link into the source.
-    """
-    advance = progress or (lambda count: None)
-    with source.open("rb") as reading, target.open("wb") as writing:
-        size = os.fstat(reading.fileno()).st_size
-        if _reflink(reading.fileno(), writing.fileno()):
-            advance(size)
-        else:
-            _copy_range(reading.fileno(), writing.fileno(), 0, size, advance)
-    shutil.copymode(source, target)
-
-
-def _reflink(source: int, target: int) -> bool:
-    try:
-        import fcntl
-
-        fcntl.ioctl(target, _FICLONE, source)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
-def _copy_range(source: int, target: int, start: int, count: int, advance: Progress) -> None:
-    """Append `count` bytes from `start` of one file descriptor to another, in the kernel where it can."""
-    end = start + count
-    while start < end:
-        step = min(_CHUNK, end - start)
-        try:
-            done = os.copy_file_range(source, target, step, offset_src=start)
-        except (AttributeError, OSError):
-            done = 0
-        if done == 0:
-            data = os.pread(source, step, start)
-            if not data:
-                raise CheckpointError("The source became shorter while it was copied.")
-            done = os.write(target, data)
-        start += done
-        advance(done)
-
-
-def copy_tensors(shard: Shard, names: Iterable[str], target: Path, progress: Progress | None = None) -> None:
-    """Write some of a shard's tensors to a new safetensors file, a few megabytes at a time."""
-    kept = sorted(names, key=lambda name: shard.tensors[name].start)
-    placed: dict[str, TensorInfo] = {}
-    position = 0
-    for name in kept:
-        info = shard.tensors[name]
-        placed[name] = info._replace(start=position, end=position + info.end - info.start)
-        position = placed[name].end
-    with shard.path.open("rb") as reading, target.open("wb") as writing:
-        writing.write(_header(placed, shard.metadata))
-        writing.flush()
-        for name in kept:
-            info = shard.tensors[name]
-            start, count = shard.data_start + info.start, info.end - info.start
-            _copy_range(reading.fileno(), writing.fileno(), start, count, progress or (lambda count: None))
-
-
-def write_tensors(tensors: dict[str, Any], target: Path, progress: Progress | None = None) -> None:
-    """Write torch tensors to a new safetensors file, one at a time; those that share storage are written in full, each."""
-    import torch
-
-    # Wide items first keeps every tensor aligned, as the format's own writer does.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    placed: dict[str, TensorInfo] = {}
-    position = 0
-    for name in names:
-        placed[name] = _tensor_info(name, tensors[name], position)
-        position = placed[name].end
-    with target.open("wb") as writing:
-        writing.write(_header(placed, {}))
-        for name in names:
-            data = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            writing.write(data.data)
-            if progress is not None:
-                progress(data.nbytes)
-
-
-def replace_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """Give tensors of a safetensors checkpoint new values, file by file; each file is replaced when it is complete.
-
-    Raises:
-        CheckpointError: a name is not in the checkpoint, or its shape differs; nothing was written.
-    """
-    from safetensors import safe_open
-
-    found = read_checkpoint(folder)
-    for name, tensor in tensors.items():
-        info = found.tensors.get(name)
-        if info is None or info.shape != tuple(tensor.shape):
-            raise CheckpointError(f"{folder.name} holds no {name} of shape {list(tensor.shape)}.")
-    for file, names in found.files.items():
-        if not set(names) & set(tensors):
-            continue
-        path, part = folder / file, folder / f".{file}.part"
-        try:
-            with safe_open(path, framework="pt") as opened:
-                state = {name: tensors[name] if name in tensors else opened.get_tensor(name) for name in names}
-                write_tensors(state, part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def fingerprint(weights: Checkpoint, names: Iterable[str] | None = None) -> str:
@@ -384,94 +268,5 @@ def fingerprint(weights: Checkpoint, names: Iterable[str] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _header(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
-    for name, info in tensors.items():
-        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [info.start, info.end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return struct.pack("<Q", len(encoded)) + encoded
-
-
-def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
 def parameter_count(tensors: Iterable[TensorInfo]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target`, which becomes `target` if the block ends well and is removed if it does not.
-
-    A folder that was at `target` when the block began is replaced: moved aside, and deleted when the new one stands. One
-    that another process filled in the meantime is left alone.
-
-    Raises:
-        CheckpointError: `target` was filled by someone else in the meantime.
-    """
-    replaces = target.is_dir() and any(target.iterdir())
-    # Renaming a folder takes the current one away from under this process's feet.
-    is_current = target.is_dir() and target.samefile(".")
-    token = uuid.uuid4().hex[:12]
-    work, old = (target.with_name(f".{target.name}.{what}-{token}") for what in ("partial", "old"))
-    work.mkdir()
-    lock = _lock(work)
-    try:
-        yield work
-        if replaces:
-            target.rename(old)
-        try:
-            work.rename(target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise CheckpointError(
-                f"{target} was filled by someone else in the meantime; it was left as it is."
-            ) from error
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-    shutil.rmtree(old, ignore_errors=True)
-    if is_current:
-        os.chdir(target)
-
-
-def remove_leftovers(target: Path) -> None:
-    """Clean up after earlier runs of `new_folder` on `target` that were killed, and give back what they had moved aside."""
-    for work in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        lock = _lock(work)
-        if lock is not None:
-            shutil.rmtree(work, ignore_errors=True)
-            os.close(lock)
-    for old in target.parent.glob(f".{glob.escape(target.name)}.old-*"):
-        token = old.name.removeprefix(f".{target.name}.old-")
-        if target.with_name(f".{target.name}.partial-{token}").exists():
-            continue
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(target)
-
-
-def _lock(folder: Path) -> int | None:
-    """A lock that ends with this process, however it ends; None where another process holds it or locks do not work."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import __version__, checkpoint
+from . import __version__, checkpoint, checkpoint_writing
 from .configuration_drope import TRAVELLING_FILES, DroPEParameters
 from .conversion_plan import (
     LEARNED_TABLE,
@@ -34,6 +34,7 @@ from .conversion_plan import (
     read_source,
     why_dropped,
 )
+from .new_folder import new_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +54,14 @@ def convert_checkpoint(
     """
     target = Path(dst).resolve()
     _refuse_overlap(plan.source, target)
-    checkpoint.remove_leftovers(target)
+    remove_leftovers(target)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if plan.bytes > free:
         raise ConversionError(f"{target.parent} has {free} bytes free, and this conversion needs {plan.bytes}.")
-    with _termination_raises(), checkpoint.new_folder(target) as work:
+    with _termination_raises(), new_folder(target) as work:
         _write(plan, work, progress)
     for reason, count in Counter(plan.dropped.values()).items():
         logger.info("%d × %s left out of %s", count, reason, target.name)
@@ -106,28 +107,28 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
                 header = checkpoint.read_shard(plan.source / shard.source)
                 names = shard.kept if shard.kept is not None else tuple(header.tensors)
                 if shard.kept is None:
-                    checkpoint.copy_file(header.path, work / shard.target, bar.update)
+                    checkpoint_writing.copy_file(header.path, work / shard.target, bar.update)
                 else:
-                    checkpoint.copy_tensors(header, names, work / shard.target, bar.update)
+                    checkpoint_writing.copy_tensors(header, names, work / shard.target, bar.update)
                 total += sum(header.tensors[name].end - header.tensors[name].start for name in names)
             else:
                 state = checkpoint.load_bin(plan.source / shard.source)
                 names = shard.kept or ()
-                checkpoint.write_tensors({name: state[name] for name in names}, work / shard.target, bar.update)
+                checkpoint_writing.write_tensors({name: state[name] for name in names}, work / shard.target, bar.update)
                 total += shard.bytes
             weight_map.update(dict.fromkeys(names, shard.target))
         if plan.extra_shard is not None:
             _, config = read_source(plan.source)
             weights = checkpoint.read_checkpoint(plan.source)
             new = new_tensors(config, plan.parameters, attention_prefixes(config, weights.tensors))
-            checkpoint.write_tensors(new, work / plan.extra_shard, bar.update)
+            checkpoint_writing.write_tensors(new, work / plan.extra_shard, bar.update)
             weight_map.update(dict.fromkeys(new, plan.extra_shard))
             total += sum(tensor.numel() * 4 for tensor in new.values())
         if len(set(weight_map.values())) > 1:
-            checkpoint.write_index(work, weight_map, total)
+            checkpoint_writing.write_index(work, weight_map, total)
         for name in plan.copied:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.copy_file(plan.source / name, work / name, bar.update)
+            checkpoint_writing.copy_file(plan.source / name, work / name, bar.update)
     for name in TRAVELLING_FILES:
         shutil.copyfile(Path(__file__).parent / name, work / name)
     _write_json(work / "config.json", plan.config)

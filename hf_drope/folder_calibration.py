@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint
+from . import checkpoint, checkpoint_writing
 from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import DroPEParameters
 from .conversion_plan import RECORD, read_source
@@ -67,7 +67,7 @@ def calibrate_checkpoint(
         source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
     report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
     changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
-    checkpoint.replace_tensors(folder, changed)
+    checkpoint_writing.replace_tensors(folder, changed)
     _write_record(folder, report, text_files)
     return report
 

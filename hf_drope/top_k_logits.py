@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .checkpoint import new_folder, remove_leftovers
+from .new_folder import new_folder, remove_leftovers
 
 # Tokens whose probabilities over the whole vocabulary are in memory at once, in fp32.
 CHUNK = 512

@@ -22,6 +22,7 @@ FLOORS = [
     {"attention_drope"},
     {"modeling_drope"},
     {"checkpoint", "schedule", "model_card", "text"},
+    {"checkpoint_writing", "new_folder"},
     {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
     {"convert", "distill", "resume"},
     {"layer_fit", "output_descent"},
@@ -32,7 +33,13 @@ FLOORS = [
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
-LIGHT = {"configuration_drope", "checkpoint", "schedule", "model_card", "conversion_plan", "convert", "text", "cli"}
+LIGHT = {"configuration_drope", "schedule", "model_card", "text", "cli"} | {
+    "checkpoint",
+    "checkpoint_writing",
+    "new_folder",
+    "conversion_plan",
+    "convert",
+}
 PUBLIC = [
     "Distillation",
     "DroPECallback",

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_drope import checkpoint
+from hf_drope import checkpoint, checkpoint_writing
 from hf_drope.checkpoint import CheckpointError
+from hf_drope.new_folder import new_folder, remove_leftovers
 
 WIDE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 BYTE_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -67,7 +68,7 @@ def test_copied_tensors_keep_bytes_dtype_and_metadata(tmp_path):
     kept = [name for name in tensors if name not in ("torch.float32", "torch.uint8")]
     seen: list[int] = []
     shard = checkpoint.read_shard(tmp_path / "x.safetensors")
-    checkpoint.copy_tensors(shard, kept, tmp_path / "y.safetensors", seen.append)
+    checkpoint_writing.copy_tensors(shard, kept, tmp_path / "y.safetensors", seen.append)
     assert_same(load_file(tmp_path / "y.safetensors"), {name: tensors[name] for name in kept})
     copied = checkpoint.read_shard(tmp_path / "y.safetensors")
     assert copied.metadata == {"format": "pt", "note": "kept"}
@@ -77,22 +78,22 @@ def test_copied_tensors_keep_bytes_dtype_and_metadata(tmp_path):
 
 def test_copy_works_where_the_kernel_copies_little_or_nothing(tmp_path, monkeypatch):
     save_file(some_tensors(), tmp_path / "x.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(checkpoint, "_CHUNK", 7)
-    monkeypatch.setattr(checkpoint, "_reflink", lambda source, target: False)
+    monkeypatch.setattr(checkpoint_writing, "_CHUNK", 7)
+    monkeypatch.setattr(checkpoint_writing, "_reflink", lambda source, target: False)
 
     def unsupported(*args: Any, **kwargs: Any) -> int:
         raise OSError("cross-device link")
 
     for name, copy in (("in chunks", os.copy_file_range), ("read and write", unsupported)):
         monkeypatch.setattr(os, "copy_file_range", copy)
-        checkpoint.copy_file(tmp_path / "x.safetensors", tmp_path / name)
+        checkpoint_writing.copy_file(tmp_path / "x.safetensors", tmp_path / name)
         assert (tmp_path / name).read_bytes() == (tmp_path / "x.safetensors").read_bytes()
 
 
 def test_copy_keeps_the_mode_and_is_no_hard_link(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     (tmp_path / "x").chmod(0o640)
-    checkpoint.copy_file(tmp_path / "x", tmp_path / "y")
+    checkpoint_writing.copy_file(tmp_path / "x", tmp_path / "y")
     assert (tmp_path / "y").stat().st_mode == (tmp_path / "x").stat().st_mode
     (tmp_path / "y").write_bytes(b"other")
     assert (tmp_path / "x").read_bytes() == b"12345"
@@ -101,13 +102,13 @@ def test_copy_keeps_the_mode_and_is_no_hard_link(tmp_path):
 COPY_A_LARGE_FILE = """
 import os, sys
 from pathlib import Path
-from hf_drope import checkpoint
+from hf_drope import checkpoint, checkpoint_writing
 
 def unsupported(*args, **kwargs):
     raise OSError
 
 os.copy_file_range = unsupported
-checkpoint.copy_tensors(checkpoint.read_shard(Path(sys.argv[1])), ["w"], Path(sys.argv[2]))
+checkpoint_writing.copy_tensors(checkpoint.read_shard(Path(sys.argv[1])), ["w"], Path(sys.argv[2]))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
@@ -129,7 +130,7 @@ def test_written_tensors_come_back_as_they_were(tmp_path):
     shared = torch.arange(12.0).reshape(3, 4)
     tensors = {**some_tensors(), "shared": shared, "transposed": shared.t(), "strided": shared[:, ::2]}
     tensors["parameter"] = torch.nn.Parameter(torch.ones(2))
-    checkpoint.write_tensors(tensors, tmp_path / "x.safetensors")
+    checkpoint_writing.write_tensors(tensors, tmp_path / "x.safetensors")
     assert_same(load_file(tmp_path / "x.safetensors"), {name: t.detach() for name, t in tensors.items()})
     shard = checkpoint.read_shard(tmp_path / "x.safetensors")
     assert shard.metadata == {"format": "pt"}
@@ -139,7 +140,7 @@ def test_written_tensors_come_back_as_they_were(tmp_path):
 
 def test_a_dtype_that_the_format_lacks_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="w has the dtype complex64"):
-        checkpoint.write_tensors({"w": torch.ones(1, dtype=torch.complex64)}, tmp_path / "x.safetensors")
+        checkpoint_writing.write_tensors({"w": torch.ones(1, dtype=torch.complex64)}, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 8, 40, -1])
@@ -267,13 +268,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_folder_appears_whole_or_not_at_all(tmp_path):
-    with checkpoint.new_folder(tmp_path / "out") as work:
+    with new_folder(tmp_path / "out") as work:
         (work / "a").write_text("1")
         assert not (tmp_path / "out").exists()
     assert names_in(tmp_path) == ["out"]
 
     def interrupted() -> None:
-        with checkpoint.new_folder(tmp_path / "other") as work:
+        with new_folder(tmp_path / "other") as work:
             (work / "a").write_text("1")
             raise KeyboardInterrupt
 
@@ -285,10 +286,10 @@ def test_folder_appears_whole_or_not_at_all(tmp_path):
 def test_old_folder_stands_until_the_new_one_is_complete(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("mine")
-    with pytest.raises(OSError, match="disk full"), checkpoint.new_folder(tmp_path / "out"):
+    with pytest.raises(OSError, match="disk full"), new_folder(tmp_path / "out"):
         raise OSError("disk full")
     assert (tmp_path / "out/mine").read_text() == "mine"
-    with checkpoint.new_folder(tmp_path / "out") as work:
+    with new_folder(tmp_path / "out") as work:
         (work / "new").write_text("new")
     assert names_in(tmp_path / "out") == ["new"]
     assert names_in(tmp_path) == ["out"]
@@ -297,7 +298,7 @@ def test_old_folder_stands_until_the_new_one_is_complete(tmp_path):
 def test_folder_filled_by_someone_else_meanwhile_is_left_alone(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/mine").write_text("mine")
-    with pytest.raises(CheckpointError, match="filled by someone else"), checkpoint.new_folder(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="filled by someone else"), new_folder(tmp_path / "out"):
         (tmp_path / "theirs").rename(tmp_path / "out")
     assert (tmp_path / "out/mine").read_text() == "mine"
     assert names_in(tmp_path) == ["out"]
@@ -314,7 +315,7 @@ def test_a_failed_second_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fails_for_the_new)
-    with pytest.raises(OSError, match="no rename today"), checkpoint.new_folder(tmp_path / "out"):
+    with pytest.raises(OSError, match="no rename today"), new_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out/mine").read_text() == "mine"
     assert names_in(tmp_path) == ["out"]
@@ -324,8 +325,8 @@ def test_leftovers_of_a_dead_run_go_and_those_of_a_live_one_stay(tmp_path):
     target = tmp_path / "a[b].old-x"
     dead = tmp_path / f".{target.name}.partial-{os.getpid()}"
     dead.mkdir()
-    with checkpoint.new_folder(target) as live:
-        checkpoint.remove_leftovers(target)
+    with new_folder(target) as live:
+        remove_leftovers(target)
         assert live.is_dir()
         assert not dead.exists()
     assert names_in(tmp_path) == [target.name]
@@ -335,10 +336,10 @@ def test_a_folder_moved_aside_by_a_dead_run_comes_back(tmp_path):
     (tmp_path / ".out.old-0").mkdir()
     (tmp_path / ".out.old-0/mine").write_text("mine")
     (tmp_path / ".out.partial-0").mkdir()
-    checkpoint.remove_leftovers(tmp_path / "out")
+    remove_leftovers(tmp_path / "out")
     assert (tmp_path / "out/mine").read_text() == "mine"
     (tmp_path / ".out.old-1").mkdir()
-    checkpoint.remove_leftovers(tmp_path / "out")
+    remove_leftovers(tmp_path / "out")
     assert names_in(tmp_path) == ["out"]
 
 
@@ -354,7 +355,7 @@ def replaceable(folder: Path, shards: int = 1) -> dict[str, torch.Tensor]:
     weight_map = {name: f"model-{index % shards + 1:05}.safetensors" for index, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         save_file({n: x for n, x in tensors.items() if weight_map[n] == file}, folder / file, metadata={"format": "pt"})
-    checkpoint.write_index(folder, weight_map, sum(x.nbytes for x in tensors.values()))
+    checkpoint_writing.write_index(folder, weight_map, sum(x.nbytes for x in tensors.values()))
     return tensors
 
 
@@ -371,7 +372,7 @@ def test_only_the_named_tensors_are_replaced(shards, tmp_path):
     tensors = replaceable(tmp_path / "x", shards)
     before = files_in(tmp_path / "x")
     new = {"t0": torch.full((3, 4), 0.5), "t3": torch.arange(12).view(3, 4)}
-    checkpoint.replace_tensors(tmp_path / "x", new)
+    checkpoint_writing.replace_tensors(tmp_path / "x", new)
     assert_same(loaded(tmp_path / "x"), {**tensors, **new})
     after = files_in(tmp_path / "x")
     # t0 and t3 are both in the first shard of three.
@@ -385,7 +386,7 @@ def test_only_the_named_tensors_are_replaced(shards, tmp_path):
 def test_tensors_in_several_shards_are_replaced_in_each(tmp_path):
     tensors = replaceable(tmp_path / "x", 3)
     new = {name: torch.zeros_like(tensors[name]) for name in ("t0", "t1", "t2")}
-    checkpoint.replace_tensors(tmp_path / "x", new)
+    checkpoint_writing.replace_tensors(tmp_path / "x", new)
     assert_same(loaded(tmp_path / "x"), {**tensors, **new})
 
 
@@ -401,7 +402,7 @@ def test_a_replacement_of_another_shape_or_name_is_refused_before_anything_is_wr
     replaceable(tmp_path / "x", 3)
     before = files_in(tmp_path / "x")
     with pytest.raises(CheckpointError, match=rf"^x holds no {list(new)[1]} of shape \[[\d, ]+\]\.$"):
-        checkpoint.replace_tensors(tmp_path / "x", new)
+        checkpoint_writing.replace_tensors(tmp_path / "x", new)
     assert files_in(tmp_path / "x") == before
 
 
@@ -412,11 +413,11 @@ def test_a_replacement_that_fails_leaves_no_part_behind(tmp_path, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError("no space left")
 
-    for home, name in ((os, "replace"), (checkpoint, "_tensor_info")):
+    for home, name in ((os, "replace"), (checkpoint_writing, "tensor_info")):
         with monkeypatch.context() as patch:
             patch.setattr(home, name, full)
             with pytest.raises(OSError, match="no space left"):
-                checkpoint.replace_tensors(tmp_path / "x", {"t0": torch.zeros(3, 4)})
+                checkpoint_writing.replace_tensors(tmp_path / "x", {"t0": torch.zeros(3, 4)})
         assert files_in(tmp_path / "x") == before
 
 
@@ -467,7 +468,7 @@ def test_fingerprint_of_some_names_does_not_depend_on_the_rest_or_on_the_shards(
     some = ["t1", "t5"]
     expected = print_of({name: tensors[name] for name in some}, tmp_path / "some")
     assert checkpoint.fingerprint(one, some) == checkpoint.fingerprint(three, reversed(some)) == expected
-    checkpoint.replace_tensors(tmp_path / "three", {"t0": torch.zeros(3, 4)})
+    checkpoint_writing.replace_tensors(tmp_path / "three", {"t0": torch.zeros(3, 4)})
     again = checkpoint.read_checkpoint(tmp_path / "three")
     assert checkpoint.fingerprint(again, some) == expected
     assert checkpoint.fingerprint(again) != checkpoint.fingerprint(one)

@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_drope import (
     DroPEParameters,
     checkpoint,
+    checkpoint_writing,
     convert_checkpoint,
     inspect_checkpoint,
     plan_conversion,
@@ -339,13 +340,13 @@ def test_failure_midway_leaves_no_target_and_a_rerun_succeeds(tmp_path, monkeypa
     write_source(tmp_path / "src", max_shard_size="20KB")
     calls = []
 
-    def fail_at_second(source, target, progress=None, copy=checkpoint.copy_file):
+    def fail_at_second(source, target, progress=None, copy=checkpoint_writing.copy_file):
         calls.append(source)
         if len(calls) == 2:
             raise OSError("disk full")
         copy(source, target, progress)
 
-    monkeypatch.setattr(checkpoint, "copy_file", fail_at_second)
+    monkeypatch.setattr(checkpoint_writing, "copy_file", fail_at_second)
     with pytest.raises(OSError, match="disk full"):
         convert(tmp_path / "src", tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
@@ -365,7 +366,7 @@ def test_too_little_space_is_said_in_bytes(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from hf_drope import checkpoint, convert, plan_conversion
+from hf_drope import checkpoint_writing, convert, plan_conversion
 step, seen = int(sys.argv[3]), 0
 
 def count(*names):
@@ -379,7 +380,7 @@ def count(*names):
             return original(*args, **kwargs)
         setattr(module, name, counted)
 
-count((checkpoint, "copy_file"), (checkpoint, "write_tensors"), (checkpoint, "write_index"), (convert, "_write_json"))
+count(*((checkpoint_writing, name) for name in ("copy_file", "write_tensors", "write_index")), (convert, "_write_json"))
 rename = convert.Path.rename
 def killed_after_rename(self, target):
     rename(self, target)
@@ -670,9 +671,9 @@ def test_any_folder_name_will_do(name, tmp_path, monkeypatch):
 
 TERMINATED = """
 import os, signal, sys
-from hf_drope import checkpoint, convert, plan_conversion
+from hf_drope import checkpoint_writing, convert, plan_conversion
 
-checkpoint.copy_file = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)
+checkpoint_writing.copy_file = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)
 convert.convert_checkpoint(plan_conversion(sys.argv[1]), sys.argv[2], progress=False)
 """
 
