@@ -20,8 +20,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState, Trainin
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .conversion_plan import RECORD, other_files, read_source
-from .distill import Distillation, check_teacher
-from .folder_calibration import is_source, load_tokenizer
+from .folder_calibration import load_tokenizer
 from .hardware import multiplies_bf16
 from .recalibration_plan import (
     CALIBRATED,
@@ -34,11 +33,11 @@ from .recalibration_plan import (
     time_of_a_token,
     training_memory,
 )
+from .recalibration_teacher import load_teaching
 from .record import METRICS_FILE, ConvergenceRecord, draw_record
 from .resume import check_learning_rate, finished_steps, full_disk_told, last_checkpoint
 from .schedule import DroPESchedule, learning_rate_warmup_steps
 from .text import PackedText
-from .top_k_logits import TopKLogits
 from .training import (
     DroPECallback,
     DroPETrainer,
@@ -51,7 +50,6 @@ from .training import (
 logger = logging.getLogger(__name__)
 
 PICTURE = "convergence.png"
-_TOP_K = 64
 
 
 class _Progress(TrainerCallback):
@@ -174,37 +172,20 @@ def recalibrate(
         train_only = "all" if lora_rank is not None else "attention"
     if learning_rate is None:
         learning_rate = recipe.learning_rate if lora_rank is None else LORA_LEARNING_RATE
-    if max_steps is not None and max_steps < 0:
-        raise ValueError(f"max_steps is {max_steps}; it has to be at least 0.")
-    if train_only not in ("all", "attention", "position"):
-        raise ValueError(f"train_only is {train_only!r}; it has to be 'all', 'attention' or 'position'.")
-    counts = {
-        "lora_rank": lora_rank,
-        "batch_size": batch_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "save_steps": save_steps,
-        "logging_steps": logging_steps,
-    }
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} is {count}; it has to be at least 1.")
-    for name, rate in (("learning_rate", learning_rate), ("position_learning_rate", position_learning_rate)):
-        if rate is not None and not rate >= 0:
-            raise ValueError(f"{name} is {rate}; it has to be at least 0.")
-    if lora_rank is not None and train_only != "all":
-        raise ValueError(
-            f"train_only is {train_only!r} and lora_rank is given; adapters would stay untrained, so choose one."
-        )
-    if distill and source is None and lora_rank is None:
-        raise ValueError(
-            "Distillation needs the source as its teacher; give its folder (--source SRC), or train with LoRA."
-        )
-    if source is not None and not distill:
-        raise ValueError(
-            f"source is {source} and distill is 0; give the weight of its predictions as well, or leave it out."
-        )
-    if not position_prediction >= 0:
-        raise ValueError(f"position_prediction is {position_prediction}; it has to be a number of at least 0.")
+    _check_arguments(
+        max_steps=max_steps,
+        train_only=train_only,
+        lora_rank=lora_rank,
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        save_steps=save_steps,
+        logging_steps=logging_steps,
+        learning_rate=learning_rate,
+        position_learning_rate=position_learning_rate,
+        position_prediction=position_prediction,
+        distill=distill,
+        source=source,
+    )
     batch_size = recipe.batch_size if batch_size is None else batch_size
     target = Path(out)
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -233,31 +214,11 @@ def recalibrate(
     largest = int(data.blocks.max())
     if largest >= model.config.vocab_size:
         raise ValueError(f"The tokenizer gives token {largest}, but the model knows only {model.config.vocab_size}.")
-    trained: Any = model
-    if lora_rank is not None:
-        from peft import get_peft_model
-
-        trained = get_peft_model(model, lora_config(model, lora_rank))
-    elif train_only == "position":
-        freeze_all_but_position(trained)
-    elif train_only == "attention":
-        train_attention_and_position(trained)
+    trained = _trainable(model, lora_rank, train_only)
     teaching = None
     if distill:
-        teacher = _teacher(source, folder, model)
-        # What is stored is cut already, and a small vocabulary has no more.
-        cut = None if isinstance(teacher, TopKLogits) else min(_TOP_K, model.config.vocab_size)
-        top_k = cut if distill_top_k is None else (distill_top_k or None)
-        teaching = Distillation(
-            teacher=teacher,
-            temperature=distill_temperature,
-            weight=distill,
-            top_k=top_k,
-            hidden_weight=distill_hidden,
-        )
-        check_teacher(trained, teaching)
-        if isinstance(teacher, TopKLogits):
-            teacher.lookup(data[0]["input_ids"][None])
+        settings = {"temperature": distill_temperature, "weight": distill, "hidden_weight": distill_hidden}
+        teaching = load_teaching(source, folder, trained, model, distill_top_k, data[0]["input_ids"], **settings)
     bf16 = multiplies_bf16() if bf16 is None else bf16
 
     started = time.monotonic()
@@ -293,7 +254,6 @@ def recalibrate(
         "bf16": bf16,
         "memory_gb": round(training_memory(trained, teaching, batch_size * sequence_length) / 1e9, 1),
     }
-    needed = disk_space(trained, model)
     if announce is not None and max_steps > 0 and arguments.process_index == 0:
         seconds = (
             time_of_a_token(trained, data, teaching, bf16, arguments.device)
@@ -305,12 +265,7 @@ def recalibrate(
         announce(describe_plan(plan))
     if dry_run:
         return plan
-    existing = next(path for path in (target.resolve(), *target.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise ValueError(
-            f"{existing} has {free} bytes free, and this run's checkpoints need about {needed}; make room."
-        )
+    _check_disk(target, disk_space(trained, model))
     target.mkdir(parents=True, exist_ok=True)
     history: list[dict[str, Any]] = []
     if max_steps > 0:
@@ -358,31 +313,68 @@ def recalibrate(
     }
 
 
+def _check_arguments(
+    *,
+    max_steps: int | None,
+    train_only: str,
+    lora_rank: int | None,
+    learning_rate: float,
+    position_learning_rate: float | None,
+    position_prediction: float,
+    distill: float,
+    source: str | Path | None,
+    **counts: int | None,
+) -> None:
+    if max_steps is not None and max_steps < 0:
+        raise ValueError(f"max_steps is {max_steps}; it has to be at least 0.")
+    if train_only not in ("all", "attention", "position"):
+        raise ValueError(f"train_only is {train_only!r}; it has to be 'all', 'attention' or 'position'.")
+    for name, count in {"lora_rank": lora_rank, **counts}.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}; it has to be at least 1.")
+    for name, rate in (("learning_rate", learning_rate), ("position_learning_rate", position_learning_rate)):
+        if rate is not None and not rate >= 0:
+            raise ValueError(f"{name} is {rate}; it has to be at least 0.")
+    if lora_rank is not None and train_only != "all":
+        raise ValueError(
+            f"train_only is {train_only!r} and lora_rank is given; adapters would stay untrained, so choose one."
+        )
+    if distill and source is None and lora_rank is None:
+        raise ValueError(
+            "Distillation needs the source as its teacher; give its folder (--source SRC), or train with LoRA."
+        )
+    if source is not None and not distill:
+        raise ValueError(
+            f"source is {source} and distill is 0; give the weight of its predictions as well, or leave it out."
+        )
+    if not position_prediction >= 0:
+        raise ValueError(f"position_prediction is {position_prediction}; it has to be a number of at least 0.")
+
+
+def _trainable(model: Any, lora_rank: int | None, train_only: str) -> Any:
+    """The model with what is to be trained set free; with adapters around it where they were asked for."""
+    if lora_rank is not None:
+        from peft import get_peft_model
+
+        return get_peft_model(model, lora_config(model, lora_rank))
+    if train_only == "position":
+        freeze_all_but_position(model)
+    elif train_only == "attention":
+        train_attention_and_position(model)
+    return model
+
+
+def _check_disk(target: Path, needed: int) -> None:
+    existing = next(path for path in (target.resolve(), *target.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(
+            f"{existing} has {free} bytes free, and this run's checkpoints need about {needed}; make room."
+        )
+
+
 def _has_temperature(model: Any) -> bool:
     return "temperature" in (model.config.drope_parameters["gate"] or {})
-
-
-def _teacher(source: str | Path | None, converted: Path, model: Any) -> Any:
-    if source is None:
-        return "self"
-    if not (Path(source) / "config.json").is_file():
-        return TopKLogits(source)
-    import transformers
-
-    folder, config = read_source(source)
-    if str(config.get("model_type", "")).endswith("_drope"):
-        raise ValueError(f"{folder} is a converted checkpoint; the teacher has to be its source.")
-    teacher = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    if teacher.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"{folder} has a vocabulary of {teacher.config.vocab_size} tokens and the model one of "
-            f"{model.config.vocab_size}; a teacher needs the same."
-        )
-    if not is_source(folder, converted):
-        raise ValueError(
-            f"{folder} is not the source of {converted}: its weights are not those that the conversion recorded."
-        )
-    return teacher
 
 
 def _check_length(model: Any, sequence_length: int) -> None:

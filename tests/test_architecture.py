@@ -28,6 +28,7 @@ FLOORS = [
     {"layer_fit", "output_descent"},
     {"calibration", "training", "evaluate", "report", "export", "verify"},
     {"folder_calibration", "recalibration_plan"},
+    {"recalibration_teacher"},
     {"recalibrate"},
     {"demo"},
     {"cli"},
