@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from .fp32_module import Fp32Module, fp32_parameter
 
+# Its sigmoid is 0.95, where the slope is still a fifth of the steepest.
+_OPEN = 3.0
+
 
 class Gate(Fp32Module):
     """Base of the gates: a factor on the bias, broadcastable to (batch, heads, queries, keys)."""
@@ -19,6 +22,9 @@ class Gate(Fp32Module):
 
     def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has to define forward.")
+
+    def open(self) -> None:
+        """Bring the factor to 1, or as near as leaves a gradient; a gate without parameters stays as it is."""
 
 
 class HeadGate(Gate):
@@ -35,6 +41,13 @@ class HeadGate(Gate):
         nn.init.ones_(self.g)
         if self.t is not None:
             nn.init.zeros_(self.t)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        if self.t is None:
+            self.g.fill_(_OPEN)
+        else:
+            self.t.copy_(-nn.functional.logsigmoid(self.g))
 
     def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
         factor = self.g.float().sigmoid()
@@ -85,6 +98,11 @@ class QueryGate(TemperatureGate):
         super().reset_parameters()
         nn.init.zeros_(self.weight)
         nn.init.ones_(self.bias)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        self.weight.zero_()
+        self.bias.copy_(_OPEN * self.temperature)
 
     def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
         """`hidden_states` (batch, queries, hidden) → (batch, heads, queries, 1)."""

@@ -204,6 +204,9 @@ class LayerFit:
         query_mean, key_mean = self.layer.query.mean((0, 2)), self.layer.key.mean((0, 2))
         bias.query_mean.copy_(share(query_mean, len(bias.query_mean)))
         bias.key_mean.copy_(share(key_mean, len(bias.key_mean)))
+        if self.position_bias.gate is not None:
+            # The terms are exact in full strength.
+            self.position_bias.gate.open()
         if bias.gain is None and bias.pairs is None:
             return
         turn, energy = self._mean_rotation(samples)

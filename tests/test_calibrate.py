@@ -155,6 +155,7 @@ def test_a_known_bias_is_found_again(kind, bias, gate):
         ("disentangled", None, {"terms": ["p2p"]}),
         ("disentangled", None, {"terms": ["p2p"], "rank": 2 * TURNING}),
         ("disentangled", None, {}),
+        ("disentangled", "head", {}),
     ],
 )
 def test_the_closed_form_of_a_known_bias_is_exact(kind, gate, bias):
@@ -305,6 +306,20 @@ def test_a_calibrated_kerple_bias_goes_on_learning(steps, output_steps):
         assert (bias.bias.gamma >= 0.01).all(), bias.bias.gamma
         assert (bias.bias.gamma.grad != 0).all()
         assert (bias.bias.a.grad != 0).all()
+
+
+@pytest.mark.parametrize("gate", ["head", "query", {"type": "head", "exponential": False}])
+def test_a_gate_starts_open_where_the_terms_are_exact_in_full_strength(gate):
+    gate = {"type": gate} if isinstance(gate, str) else gate
+    model = apply_drope(positional_llama(), DroPEParameters(position_bias={"type": "disentangled"}, gate=gate))
+    start, free = run(model, steps=0), run(apply_drope(positional_llama(), "disentangled"), steps=0)
+    assert start.mean("start") == pytest.approx(free.mean("start"), rel=1e-5 if gate == {"type": "head"} else 0.1)
+    assert any(p.grad.abs().max() > 0 for p in gate_parameters_after_backward(model))
+
+
+def gate_parameters_after_backward(model: Any) -> list[torch.Tensor]:
+    model(IDS, labels=IDS).loss.backward()
+    return [p for bias in model.position_biases() for p in bias.gate.parameters()]
 
 
 # Every bias and gate: closer to the source than dropped, and by the numbers that the report gives.
