@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 
 from hf_drope import Distillation, DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate
 from hf_drope.training import freeze_all_but_position, lora_config, train_attention_and_position
@@ -58,7 +58,12 @@ class Experiment:
         return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
 
     def calibrated(
-        self, preset: str, steps: int | None = None, output_steps: int | None = None, **settings: Any
+        self,
+        preset: str,
+        steps: int | None = None,
+        output_steps: int | None = None,
+        rope_fade: str = "angle",
+        **settings: Any,
     ) -> Any:
         """The converted and calibrated model; kept in a folder, since many states begin with it."""
         key = json.dumps([preset, steps, output_steps, settings], sort_keys=True)
@@ -69,7 +74,10 @@ class Experiment:
             report = calibrate(model, None, self.calibration, progress=False, **counts)
             print("  " + report.describe().replace("\n", "\n  "), flush=True)
             model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(folder)
+        # Of no matter to the calibration.
+        config.drope_parameters["rope_fade"] = rope_fade
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
     def without_terms(self) -> Any:
         model = self.calibrated("disentangled")
