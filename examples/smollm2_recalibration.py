@@ -192,10 +192,13 @@ def states(run: Experiment, long: bool) -> dict[str, Callable[[], Any]]:
 
 
 def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
-    """What helps after a calibrated start: each part of the schedule alone, 35k tokens."""
+    """What helps after a calibrated start, each part of the schedule alone, and without one: 35k tokens."""
 
     def trained(schedule: DroPESchedule = STEADY, rope_fade: str = "angle", **rates: Any) -> Callable[[], Any]:
         return lambda: run.train(run.calibrated("disentangled", rope_fade=rope_fade), 35_000, schedule, **rates)
+
+    def dropped(**rates: Any) -> Callable[[], Any]:
+        return lambda: run.train(apply_drope(run.rope(), "nope"), 35_000, **rates)
 
     fading = DroPESchedule(warmup=0.3, transition=0)
     cooled = DroPESchedule(warmup=0, transition=0.3)
@@ -212,6 +215,8 @@ def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
         "position prediction, 0.1": trained(fading, position_prediction=0.1),
         "score gate, T = 1": lambda: run.train(run.calibrated("drope"), 35_000, STEADY, learning_rate=3e-4),
         "score gate, T falls to 0.1": lambda: run.train(run.calibrated("drope"), 35_000, cooled, learning_rate=3e-4),
+        "not calibrated, dropped, batches of 4 at 3e-4": dropped(batch=4, learning_rate=3e-4),
+        "not calibrated, dropped, batches of 1 at 1e-3": dropped(batch=1, learning_rate=1e-3),
     }
 
 

@@ -88,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         help="optimizer steps (default: 100,000 tokens after calibration, else 500,000, at most one pass over the text)",
     )
     sub.add_argument("--length", type=int, default=512, help="tokens a sequence (default: 512)")
-    sub.add_argument("--batch-size", type=int, help="sequences a step and device (default: 2 if calibrated, else 4)")
+    sub.add_argument("--batch-size", type=int, help="sequences a step and device (default: 2 if calibrated, else 1)")
     sub.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
-    sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 if calibrated, 5e-4 for LoRA, else 3e-4)")
+    sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 if calibrated, 5e-4 for LoRA, else 1e-3)")
     sub.add_argument("--position-learning-rate", type=float, help="of bias and gate (default: 10 times the other)")
     sub.add_argument("--warmup", type=_length, metavar="N", help="steps, or share below 1, in which RoPE fades")
     sub.add_argument("--transition", type=_length, metavar="N", help="steps, or share below 1, in which the gate cools")

@@ -130,9 +130,10 @@ def recalibrate(
         max_steps: optimizer steps; 0 saves and trains nothing. Default: 100,000 tokens for a calibrated model and 500,000
             for another, but at most one pass over the text.
         sequence_length: tokens a sequence.
-        batch_size: sequences a device, default 2 for a calibrated model, whose short run wants many steps, 4 for another;
+        batch_size: sequences a device, default 2 for a calibrated model and 1 for another: a short run wants many steps;
             `gradient_accumulation_steps` batches a step.
-        learning_rate: default 1e-4 for a calibrated model, 3e-4 for another, 5e-4 with `lora_rank`.
+        learning_rate: default 1e-4 for a calibrated model, 1e-3 for another, 5e-4 with `lora_rank`; measured on a model of
+            135M parameters, and those of billions may want less.
         position_learning_rate: of biases and gates, default ten times `learning_rate`.
         lora_rank: train LoRA adapters of this rank; the result is the merged model.
         distill: weight, 0 to 1, of the divergence from the source's predictions in the loss; the rest is the ordinary loss.

@@ -28,7 +28,7 @@ class Recipe:
 
 # After calibration little is left to learn; a model that was only dropped has everything to learn anew.
 CALIBRATED = Recipe(tokens=100_000, learning_rate=1e-4, batch_size=2)
-UNCALIBRATED = Recipe(tokens=500_000, learning_rate=3e-4, batch_size=4)
+UNCALIBRATED = Recipe(tokens=500_000, learning_rate=1e-3, batch_size=1)
 # Adapters start at zero and want larger steps.
 LORA_LEARNING_RATE = 5e-4
 

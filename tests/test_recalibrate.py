@@ -135,9 +135,9 @@ def test_defaults_fit_a_calibrated_and_an_uncalibrated_folder(place, tmp_path):
     steady, fresh = plans["calibrated"], plans["fresh"]
     assert (steady["calibrated"], fresh["calibrated"]) == (True, False)
     assert abs(steady["tokens"] - 100_000) <= 128
-    assert fresh["steps"] == blocks // 4  # 500,000 tokens, but one pass over the text
-    assert fresh["tokens"] == fresh["steps"] * 4 * 64 <= 110_001
-    assert (steady["learning_rate"], fresh["learning_rate"]) == (1e-4, 3e-4)
+    assert fresh["steps"] == blocks  # 500,000 tokens, but one pass over the text
+    assert fresh["tokens"] == fresh["steps"] * 64 <= 110_001
+    assert (steady["learning_rate"], fresh["learning_rate"]) == (1e-4, 1e-3)
     assert steady["train"] == fresh["train"] == "attention"
     assert steady["distill"] == fresh["distill"] == 0.0
     assert [line.split(":")[0] for line in steady["stages"]] == ["finetune"]
@@ -190,7 +190,7 @@ def test_a_model_calibrated_in_memory_counts_as_calibrated_when_it_is_saved(plac
         module.load_tokenizer(place.source).save_pretrained(folder)
     plans = [run(place, tmp_path / "out", folder, dry_run=True) for folder in folders]
     assert [plan["calibrated"] for plan in plans] == [False, True]
-    assert [plan["learning_rate"] for plan in plans] == [3e-4, 1e-4]
+    assert [plan["learning_rate"] for plan in plans] == [1e-3, 1e-4]
 
 
 def test_a_text_shorter_than_a_step_is_one_step(place, tmp_path):
