@@ -5,7 +5,7 @@ python examples/train_with_trainer.py SRC OUT book.txt --steps 100
 
 import argparse
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_drope import (
     Distillation,
@@ -27,12 +27,13 @@ parser.add_argument("out", metavar="OUT", help="a new folder")
 parser.add_argument("texts", metavar="FILE", nargs="+", help=".txt or .jsonl")
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--batch-size", type=int, default=4)
-parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
+parser.add_argument("--length", type=int, help="tokens a sequence (default: 512, at most the context)")
 parser.add_argument("--tokens", type=int, default=16384, help="tokens for the calibration")
 parser.add_argument("--distill", type=float, default=0.5, help="weight of the source's predictions in the loss")
 options = parser.parse_args()
 
 converted = convert_checkpoint(plan_conversion(options.source, "disentangled"), f"{options.out}/converted")
+options.length = options.length or min(512, AutoConfig.from_pretrained(options.source).max_position_embeddings)
 length = min(options.length, options.tokens)
 report = calibrate_checkpoint(converted, options.source, options.texts, tokens=options.tokens, length=length)
 print(report.describe())

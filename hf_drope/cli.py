@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="optimizer steps (default: 100,000 tokens after calibration, else 500,000, at most one pass over the text)",
     )
-    sub.add_argument("--length", type=int, default=512, help="tokens a sequence (default: 512)")
+    sub.add_argument("--length", type=int, help="tokens a sequence (default: 512, at most the context)")
     sub.add_argument("--batch-size", type=int, help="sequences a step and device (default: 2 if calibrated, else 1)")
     sub.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
     sub.add_argument("--learning-rate", type=float, help="(default: 1e-4 if calibrated, 5e-4 for LoRA, else 1e-3)")

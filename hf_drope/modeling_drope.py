@@ -291,6 +291,8 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     # The caller may have built other models from the same config object: they keep it.
     config = copy.deepcopy(old_config)
     config.__class__ = drope_config_class(type(old_config))
+    # A loaded config has its source's type in the instance as well.
+    vars(config).pop("model_type", None)
     config.drope_parameters = settings.to_dict()
     config.auto_map = auto_map(config.model_type)
     _refuse_backend(config, config._attn_implementation)

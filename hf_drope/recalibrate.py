@@ -5,6 +5,7 @@ What is not given is chosen for the model at hand (`Recipe`) and told before the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
+from .calibration import context_length
 from .conversion_plan import RECORD, other_files, read_source
 from .folder_calibration import load_tokenizer
 from .hardware import multiplies_bf16
@@ -35,7 +37,15 @@ from .recalibration_plan import (
 )
 from .recalibration_teacher import load_teaching
 from .record import METRICS_FILE, ConvergenceRecord, draw_record
-from .resume import check_learning_rate, finished_steps, full_disk_told, last_checkpoint
+from .resume import (
+    SETTINGS_FILE,
+    check_learning_rate,
+    check_settings,
+    finished_steps,
+    full_disk_told,
+    is_unbegun,
+    last_checkpoint,
+)
 from .schedule import DroPESchedule, learning_rate_warmup_steps
 from .text import PackedText
 from .training import (
@@ -98,7 +108,7 @@ def recalibrate(
     text_files: Sequence[str | Path],
     *,
     max_steps: int | None = None,
-    sequence_length: int = 512,
+    sequence_length: int | None = None,
     batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
     learning_rate: float | None = None,
@@ -129,7 +139,7 @@ def recalibrate(
         text_files: `.txt` or `.jsonl` (field "text").
         max_steps: optimizer steps; 0 saves and trains nothing. Default: 100,000 tokens for a calibrated model and 500,000
             for another, but at most one pass over the text.
-        sequence_length: tokens a sequence.
+        sequence_length: tokens a sequence, default 512 or the source's context where that is less.
         batch_size: sequences a device, default 2 for a calibrated model and 1 for another: a short run wants many steps;
             `gradient_accumulation_steps` batches a step.
         learning_rate: default 1e-4 for a calibrated model, 1e-3 for another, 5e-4 with `lora_rank`; measured on a model of
@@ -189,13 +199,15 @@ def recalibrate(
     )
     batch_size = recipe.batch_size if batch_size is None else batch_size
     target = Path(out)
-    if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not resume and not is_unbegun(target):
         raise ValueError(f"{target} is not empty; choose another folder, or go on there with --resume.")
 
     import transformers
 
     import hf_drope  # noqa: F401  (registers the classes)
 
+    if sequence_length is None:
+        sequence_length = min(512, context_length(config))
     tokenizer = load_tokenizer(folder)
     data = PackedText(text_files, tokenizer, sequence_length)
     if max_steps is None:
@@ -248,6 +260,7 @@ def recalibrate(
         "calibrated": calibrated,
         "steps": max_steps,
         "tokens": max_steps * tokens_a_step,
+        "sequences": f"{batch_size * gradient_accumulation_steps * arguments.world_size} of {sequence_length} tokens a step",
         "stages": schedule.describe(max_steps, _has_temperature(model)) if max_steps else [],
         "train": f"LoRA of rank {lora_rank}, position parameters" if lora_rank else train_only,
         "learning_rate": learning_rate,
@@ -268,6 +281,17 @@ def recalibrate(
         return plan
     _check_disk(target, disk_space(trained, model))
     target.mkdir(parents=True, exist_ok=True)
+    made_with: dict[str, Any] = {
+        "text": hashlib.sha256(data.blocks.numpy().tobytes()).hexdigest()[:16],
+        "sequence_length": sequence_length,
+        "sequences a step": batch_size * gradient_accumulation_steps * arguments.world_size,
+        "train": plan["train"],
+        "distill": distill and [distill, distill_temperature, distill_top_k, distill_hidden],
+        "position_prediction": position_prediction,
+        "seed": seed,
+    }
+    if arguments.process_index == 0:
+        check_settings(target, made_with, resume)
     history: list[dict[str, Any]] = []
     if max_steps > 0:
         trainer = _Trainer(
@@ -275,6 +299,8 @@ def recalibrate(
             args=arguments,
             train_dataset=data,
             processing_class=tokenizer,
+            # All sequences are of one length: a tokenizer without a token to pad with will do.
+            data_collator=default_data_collator,
             callbacks=[DroPECallback(schedule), _Progress(tokens_a_step), ConvergenceRecord(tokens_a_step)],
             position_learning_rate=position_learning_rate,
             position_prediction=position_prediction,
@@ -391,5 +417,5 @@ def _save(model: Any, source: Path, target: Path) -> None:
     record = (RECORD,) if (source / RECORD).is_file() else ()
     for name in (*other_files(source), *record):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if name not in (METRICS_FILE, PICTURE):
+        if name not in (METRICS_FILE, PICTURE, SETTINGS_FILE):
             shutil.copyfile(source / name, target / name)

@@ -113,7 +113,7 @@ def describe_plan(plan: dict[str, Any]) -> str:
     steady = plan["calibrated"] and len(plan["stages"]) == 1
     lines = [
         f"plan for {plan['model']} ({'calibrated' if plan['calibrated'] else 'not calibrated'}):",
-        f"  {plan['tokens']} tokens in {plan['steps']} steps, learning rate {plan['learning_rate']:g}, training {plan['train']}",
+        f"  {plan['tokens']} tokens in {plan['steps']} steps, {plan['sequences']}, learning rate {plan['learning_rate']:g}, training {plan['train']}",
         *(f"  {stage}" for stage in plan["stages"] if not steady),
         f"  distillation: weight {plan['distill']:g}" if plan["distill"] else "  no distillation",
         f"  about {plan['memory_gb']} GB without activations, about {minutes:.1f} minutes here"

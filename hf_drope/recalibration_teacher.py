@@ -50,6 +50,8 @@ def load_teaching(
 def _teacher(source: str | Path | None, converted: Path, model: Any) -> Any:
     if source is None:
         return "self"
+    if not Path(source).is_dir():
+        raise ValueError(f"{source} is not a folder; give the source's, or one of stored predictions.")
     if not (Path(source) / "config.json").is_file():
         return TopKLogits(source)
     import transformers

@@ -8,15 +8,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .record import NonFiniteLossError
+from .record import METRICS_FILE, NonFiniteLossError
 
 logger = logging.getLogger(__name__)
 
+# What a run was made with, in its folder.
+SETTINGS_FILE = "recalibration.json"
 # Bytes: less than this left, and a failed write has its reason.
 _NEARLY_FULL = 1 << 20
 
@@ -42,6 +45,32 @@ def full_disk_told(folder: Path, checkpoint: Path | None = None) -> Iterator[Non
         raise OSError(f"The disk of {folder} is full: {what}, {left}; make room and {then}.") from error
 
 
+def is_unbegun(folder: Path) -> bool:
+    """Whether a folder is new, empty, or left by a run that was stopped before its first checkpoint."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {METRICS_FILE, SETTINGS_FILE}
+
+
+def check_settings(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Record what a run is made with; a resumed run has to be made with the same.
+
+    Raises:
+        ValueError: the first setting that differs from those of the run in the folder.
+    """
+    file = folder / SETTINGS_FILE
+    if resume and file.is_file():
+        for name, before in json.loads(file.read_text(encoding="utf-8")).items():
+            now = json.loads(json.dumps(settings.get(name)))
+            if now != before:
+                raise ValueError(
+                    f"{name} is {now!r}, but the run in {folder} began with {before!r}; resume with that, or begin a new run in "
+                    "another folder."
+                )
+    elif not resume:
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def last_checkpoint(folder: Path, max_steps: int) -> str:
     """The newest complete checkpoint; the Trainer writes `trainer_state.json` last, so a killed run's lacks it."""
     for _, path in sorted(checkpoints(folder).items(), reverse=True):
@@ -55,7 +84,7 @@ def last_checkpoint(folder: Path, max_steps: int) -> str:
                 f"max_steps is {max_steps}, but {path} belongs to a run of {state['max_steps']} steps; resume with that."
             )
         return str(path)
-    raise ValueError(f"{folder} holds no complete checkpoint to resume from; begin anew in another folder.")
+    raise ValueError(f"{folder} holds no complete checkpoint to resume from; begin anew without --resume.")
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:

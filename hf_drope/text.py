@@ -108,7 +108,9 @@ def text_windows(files: Iterable[str | Path], tokenizer: Any, length: int, count
                 break
         if len(ids) < length:
             total = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-            raise ValueError(f"The text has {total} tokens, too few for {count} windows of {length}.")
+            raise ValueError(
+                f"The text has {total} tokens, too few for {count} windows of {length}; give more text, or fewer tokens."
+            )
         windows.append(torch.tensor(ids[:length]))
     return torch.stack(windows)
 

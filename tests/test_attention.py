@@ -604,6 +604,12 @@ def test_class_and_in_memory_conversion_are_one_thing():
     assert torch.equal(logits(built, ids), logits(converted, ids))
 
 
+def test_a_loaded_model_converted_in_memory_has_its_own_type(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    loaded = apply_drope(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), "simple")
+    assert loaded.config.model_type == "llama_drope"
+
+
 def test_attention_runs_once_a_layer(monkeypatch):
     """https://github.com/datamllab/LongLM/issues/23: a patch that is never called must not go unnoticed."""
     recorder = Recorder(monkeypatch)

@@ -315,6 +315,50 @@ def no_dropout(folder: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"sequence_length": 4}, "sequence_length is 4, but the run in .* began with 16"),
+        ({"distill": 0.5, "source": "src"}, r"distill is \[0.5, 1.0, None, 0.0\], but the run in .* began with 0.0"),
+        ({"seed": 1}, "seed is 1, but the run in .* began with 0"),
+        ({"text": "other"}, "text is '.*', but the run in .* began with '.*'; resume with that, or begin a new run"),
+    ],
+)
+def test_a_run_is_resumed_as_it_was_begun(changed, sentence, place, tmp_path):
+    run(place, tmp_path / "out", save_steps=1)
+    texts = [place.text]
+    if changed.pop("text", None):
+        texts.append(write_words(tmp_path / "other.txt", 100 * LENGTH, seed=3))
+    if "source" in changed:
+        changed["source"] = place.source
+    with pytest.raises(ValueError, match=sentence):
+        recalibrate(
+            place.disentangled, tmp_path / "out", texts, **{**SMALL, "save_steps": 1, **changed, "resume": True}
+        )
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_can_begin_anew(place, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("metrics.jsonl", "recalibration.json"):
+        (tmp_path / "out" / name).write_text("")
+    assert run(place, tmp_path / "out")["steps"] == SMALL["max_steps"]
+
+
+def test_a_tokenizer_without_a_token_to_pad_with_will_do(place, tmp_path):
+    shutil.copytree(place.disentangled, tmp_path / "model")
+    tokenizer = module.load_tokenizer(place.disentangled)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert module.load_tokenizer(tmp_path / "model").pad_token is None
+    assert run(place, tmp_path / "out", tmp_path / "model")["steps"] == SMALL["max_steps"]
+
+
+def test_sequences_are_as_long_as_the_context_at_most_by_default(place, tmp_path):
+    context = json.loads((place.disentangled / "config.json").read_text())["max_position_embeddings"]
+    plan = recalibrate(place.disentangled, tmp_path / "out", [place.text], dry_run=True)
+    assert plan["sequences"] == f"2 of {min(512, context)} tokens a step"
+
+
 @pytest.mark.parametrize("name", ["source", "self", "predictions"])
 def test_accumulated_batches_give_the_same_losses(name, place, tmp_path):
     model = no_dropout(place.disentangled, tmp_path / "model")
@@ -527,7 +571,7 @@ def test_after_a_loss_that_is_nan_the_last_checkpoint_is_good(given, place, tmp_
     assert "The loss is nan at step 4" in str(error.value)
     assert f"the checkpoints up to {tmp_path / 'out/checkpoint-2'} are kept" in str(error.value)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"metrics.jsonl", "checkpoint-2"}
+    assert names == {"metrics.jsonl", "recalibration.json", "checkpoint-2"}
     assert len(metrics(tmp_path / "out")) == 3
     assert all(map(math.isfinite, metrics(tmp_path / "out")))
     if not given:
@@ -584,7 +628,7 @@ def test_a_full_disk_costs_the_checkpoint_being_written_and_no_other(kind, numbe
     assert f"{tmp_path / 'out'}/checkpoint-{2 * number - 2} is the last good one" in sentence
     assert "--resume" in sentence
     kept = {f"checkpoint-{step}" for step in range(2, 2 * number, 2)}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", *kept}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "recalibration.json", *kept}
     run(place, tmp_path / "out", resume=True, **given)
     assert metrics(tmp_path / "out") == metrics(tmp_path / "whole")
     assert equal_weights(tmp_path / "out", tmp_path / "whole")
@@ -802,7 +846,7 @@ def test_a_folder_with_incomplete_checkpoints_alone_is_not_resumed(place, tmp_pa
     for state in (tmp_path / "out").glob("checkpoint-*/trainer_state.json"):
         state.unlink()
     with pytest.raises(
-        ValueError, match=r"holds no complete checkpoint to resume from; begin anew in another folder\.$"
+        ValueError, match=r"holds no complete checkpoint to resume from; begin anew without --resume\.$"
     ):
         run(place, tmp_path / "out", resume=True)
 

@@ -136,7 +136,9 @@ def test_long_words_are_looked_at_as_far_as_it_takes(tmp_path):
 
 def test_too_little_text_for_the_windows_says_how_much_there_was(tmp_path):
     (tmp_path / "a.txt").write_text(numbers(50))
-    with pytest.raises(ValueError, match=r"^The text has 50 tokens, too few for 4 windows of 20\.$"):
+    with pytest.raises(
+        ValueError, match=r"^The text has 50 tokens, too few for 4 windows of 20; give more text, or fewer tokens\.$"
+    ):
         text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 20, 4)
     with pytest.raises(ValueError, match=r"too few for 1 windows of 51\."):
         text_windows([tmp_path / "a.txt"], tiny_tokenizer(), 51, 1)

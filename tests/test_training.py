@@ -487,7 +487,7 @@ def test_a_run_killed_while_it_saved_resumes_from_the_checkpoint_before(text, tm
     done = run_python(KILLED, source, tmp_path / "part", text, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     names = {path.name for path in (tmp_path / "part").iterdir()}
-    assert names == {"metrics.jsonl", *(f"checkpoint-{step}" for step in (2, 4, 6))}
+    assert names == {"metrics.jsonl", "recalibration.json", *(f"checkpoint-{step}" for step in (2, 4, 6))}
     resumed = run_recalibrate(source, tmp_path / "part", text, max_steps=8, resume=True)
     assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
     assert resumed["last_loss"] == whole["last_loss"]
