@@ -1147,7 +1147,7 @@ def test_a_folder_that_was_trained_since_is_refused(weights, tmp_path):
         ),
         ({"length": 1}, r"length is 1; it has to be from 2 to 64"),
         ({"length": 24, "tokens": 20}, r"length is 24; it has to be from 2 to 20"),
-        ({"tokens": 4800}, r"The text has 400 tokens, too few for 200 windows of 24\."),
+        ({"tokens": 4800}, r"The text has 400 tokens, too few for 200 windows of 24; give more text"),
         ({"steps": -1}, r"steps is -1"),
     ],
 )
@@ -1265,7 +1265,10 @@ def test_convert_and_calibrate_in_one_go_is_both_after_each_other(as_json, capsy
             ["--preset", "alibi", "--calibrate", "--text", "{long}", *FLAGS],
             "This bias has no parameters to calibrate; set learned",
         ),
-        (["--preset", "simple", "--calibrate", "--text", "{short}", *FLAGS], "too few for 4 windows of 24."),
+        (
+            ["--preset", "simple", "--calibrate", "--text", "{short}", *FLAGS],
+            "too few for 4 windows of 24; give more text, or fewer tokens.",
+        ),
         (["--preset", "simple", "--calibrate", "--text", "{missing}"], "There is no text file"),
         (["--preset", "simple", "--calibrate", "--text", "{long}", "--length", "65"], "length is 65"),
         (["--preset", "simple", "--calibrate", "--text", "{long}", *FLAGS[:-1], "-1"], "steps is -1"),
