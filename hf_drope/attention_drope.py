@@ -193,6 +193,7 @@ def drope_attention_class(stock: Any, rotary: bool) -> type:
             given["position_embeddings"] = embeddings
         if self.needs_position:
             given["drope_position"] = _position(self, given)
+            _keep_rotated_keys(self, given)
         return stock_forward(self, **given)
 
     namespace = {
@@ -232,6 +233,39 @@ def _position(module: Any, given: dict[str, Any]) -> Position:
     return Position(
         query_offset.clone() if isinstance(query_offset, Tensor) else query_offset, key_offset, hidden_states
     )
+
+
+class _WideningCache:
+    """A cache seen by one layer, which adds what the layer's bias keeps of every key to the key itself.
+
+    The cache then moves both together, whatever it does with them: reorder beams, crop, slide, quantise.
+    """
+
+    def __init__(self, cache: Cache, bias: Any, layer_idx: int, offset: int | Tensor) -> None:
+        self.cache, self.bias, self.layer_idx, self.offset = cache, bias, layer_idx, offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        held = (
+            getattr(self.cache.layers[self.layer_idx], "keys", None)
+            if self.layer_idx < len(self.cache.layers)
+            else None
+        )
+        # One that was laid out for keys alone stays so.
+        if not isinstance(held, Tensor) or held.dim() != 4 or held.shape[-1] != key.shape[-1]:
+            key = torch.cat([key, self.bias.rotated_keys(key, self.offset).to(key.dtype)], -1)
+        return self.cache.update(key, value, *args, **kwargs)
+
+
+def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
+    bias = getattr(module.position_bias, "bias", None)
+    if getattr(bias, "keeps_rotated_keys", False) and not module.position_bias.reads_scores:
+        for name, argument in given.items():
+            if isinstance(argument, Cache):
+                offset = given["drope_position"].query_offset
+                given[name] = _WideningCache(argument, bias, module.layer_idx, offset)
 
 
 class _AttentionFunctions:

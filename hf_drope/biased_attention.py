@@ -16,11 +16,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .disentangled_bias import DisentangledBias
+from .near_far_attention import fields_of, is_available, near_far_attention
 from .position_bias import LowRankBias, PositionBias, offsets, unfold_rows
+from .streamed_attention import streamed_attention
 
 BIAS_BACKENDS = ("eager", "sdpa")
 # Queries per block of a dense bias: the block of scores stays in cache and (heads, L, L) is never made.
 QUERY_BLOCK = 256
+# Queries per block of a bias split into a near and a far field.
+NEAR_FAR_BLOCK = 128
+# Fewer queries are better off with one call of the fused kernel.
+OWN_KERNEL_QUERIES = 32
 
 
 class Position(NamedTuple):
@@ -74,20 +80,59 @@ def attend(
     if module.window is not None:
         attention_mask = _window_mask(module, query, key, attention_mask, offset, kwargs)
     position_bias = module.position_bias
+    # Decoding: a row of scores is less than a copy of all keys with more channels.
+    few = query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
     if position_bias is None:
         return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(position_bias.bias, DisentangledBias):
         if not position_bias.bias.is_dense and not position_bias.reads_scores:
-            factor = position_bias.factor(None, drope_position.hidden_states)
-            wide_query, wide_key = position_bias.bias(query, key, offset, factor)
-            call = functools.partial(stock, module, attention_mask=attention_mask, scaling=scaling, **kwargs)
-            return _attend_wider(call, wide_query, wide_key, value)
-    elif isinstance(position_bias.bias, LowRankBias) and not position_bias.reads_scores:
+            call = functools.partial(stock, module, scaling=scaling, **kwargs)
+            return _attend_disentangled(call, module, query, key, value, attention_mask, drope_position, scaling)
+    elif isinstance(position_bias.bias, LowRankBias) and not position_bias.reads_scores and not few:
         call = functools.partial(stock, module, attention_mask=attention_mask, scaling=1.0, **kwargs)
         return _attend_low_rank(call, position_bias, query * scaling, key, value, offset, drope_position.hidden_states)
+    if implementation == "sdpa" and _has_own_kernel(position_bias, query, kwargs):
+        hidden = drope_position.hidden_states
+        causal = attention_mask is None and _is_causal(module, kwargs)
+        # A static cache is longer than it is filled; its mask says what is there.
+        if not causal or (isinstance(offset, int) and key.shape[2] == query.shape[2] + offset):
+            return _attend_by_own_kernel(
+                position_bias, query, key, value, attention_mask, causal, offset, hidden, scaling
+            )
     return _attend_in_blocks(
         stock, implementation, module, query, key, value, attention_mask, drope_position, offset, scaling, kwargs
     )
+
+
+def _attend_disentangled(
+    call: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position: Position,
+    scaling: float,
+) -> Any:
+    position_bias, offset = module.position_bias, position.query_offset - position.key_offset
+    bias: Any = position_bias.bias
+    factor = position_bias.factor(None, position.hidden_states)
+    key, rotated = key[..., : bias.head_dim], (key[..., bias.head_dim :] if key.shape[-1] > bias.head_dim else None)
+    few = query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
+    if rotated is None or not few or bias.content_rotation.state != "dropped":
+        wide_query, wide_key = bias(query, key, offset, factor, rotated, position.key_offset)
+        return _attend_wider(functools.partial(call, attention_mask=mask), wide_query, wide_key, value)
+    query, scores = bias.decoded_scores(query, key, rotated, offset, position.key_offset, factor)
+    scores = scores * scaling
+    if mask is not None:
+        scores = _mask_bias(scores, mask, torch.float32)
+    elif query.shape[2] > 1:
+        scores = _hide(
+            scores, unfold_rows(offsets(query.shape[2], key.shape[2], offset, query.device) > 0, *scores.shape[2:])
+        )
+    # The fused kernel of the CPU takes a mask in fp32 whatever the queries are.
+    scores = scores if query.device.type == "cpu" else scores.to(query.dtype)
+    return call(query=query, key=key, value=value, attention_mask=scores)
 
 
 def _attend_low_rank(
@@ -114,6 +159,53 @@ def _attend_wider(call: Callable[..., Any], query: Tensor, key: Tensor, value: T
     """Attention with queries and keys wider than values: fused kernels want one width, so values get zeros."""
     output, weights = call(query=query, key=key, value=nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1])))
     return output[..., : value.shape[-1]], weights
+
+
+def _has_own_kernel(position_bias: PositionBias, query: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether many queries at once meet a dense bias on the CPU, where a fused kernel with a mask is slow."""
+    return (
+        query.device.type == "cpu"
+        and query.shape[2] >= OWN_KERNEL_QUERIES
+        and not isinstance(position_bias.bias, DisentangledBias)
+        and not torch.compiler.is_compiling()
+        and not kwargs.get("dropout")
+        and all(kwargs.get(name) is None for name in ("softcap", "s_aux"))
+    )
+
+
+def _attend_by_own_kernel(
+    position_bias: PositionBias,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    offset: int | Tensor,
+    hidden_states: Tensor,
+    scaling: float,
+) -> Any:
+    bias: Any = position_bias.bias
+    gate: Any = position_bias.gate if position_bias.reads_scores else None
+    kind, queries, keys = query.device.type, query.shape[2], key.shape[2]
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    factor = None if gate is not None else position_bias.factor(None, hidden_states)
+    if causal and gate is None and queries > NEAR_FAR_BLOCK and is_available(query):
+        fields = fields_of(bias, keys, NEAR_FAR_BLOCK, query.device)
+        output = near_far_attention(query, key, value, fields, factor, scaling)
+    else:
+        output = streamed_attention(
+            query,
+            key,
+            value,
+            bias.values(offsets(queries, keys, offset, query.device)),
+            scaling=scaling,
+            factor=factor,
+            temperature=None if gate is None else gate.temperature,
+            mask=mask,
+            causal=causal,
+        )
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_in_blocks(

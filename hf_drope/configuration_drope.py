@@ -24,6 +24,8 @@ TRAVELLING_FILES = (
     "modeling_drope.py",
     "attention_drope.py",
     "biased_attention.py",
+    "near_far_attention.py",
+    "streamed_attention.py",
     "position_bias.py",
     "gates.py",
     "disentangled_bias.py",

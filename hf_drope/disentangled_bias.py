@@ -17,11 +17,12 @@ with M = 1 it would be heard in full.) Every term is a dot product of wider head
 
     [M'q̃ + μ_q − g μ_q, g R_i q, g R_i μ_q] · [k, R_j μ_k, R_j (k − μ_k)]
 
-Keys are cached un-rotated. This file travels with every checkpoint and imports torch only.
+Keys are cached un-rotated, with what p2c needs of them, R_j (k_j − μ_k), beside them. This file travels with every checkpoint and imports torch only.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -67,6 +68,13 @@ def scaled_frequencies(pairs: RotaryPairs, scaling: dict[str, Any] | None) -> li
     # Linear in the pair's number, which is linear in the logarithm of its turns.
     kept = [min(1.0, max(0.0, math.log(max(t, 1e-12) / slow) / math.log(fast / slow))) for t in turns]
     return [f * share + f / factor * (1 - share) for f, share in zip(frequencies, kept, strict=True)]
+
+
+@functools.lru_cache(maxsize=8)
+def _turns(frequencies: tuple[float, ...], length: int, device: torch.device) -> Tensor:
+    """cos and sin of all frequencies at places 0 … length − 1: (length, 2 · pairs) in fp32, the same for every layer."""
+    angle = torch.arange(length, device=device)[:, None] * torch.tensor(frequencies, device=device)
+    return torch.cat([angle.cos(), angle.sin()], -1)
 
 
 class ContentRotation(RopeScale):
@@ -121,6 +129,7 @@ class DisentangledBias(Fp32Module):
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.terms, self.share, self.rank = tuple(terms), share, rank
         self.position_scaling, self.rope_fade = position_scaling, rope_fade
+        self._frequencies = tuple(scaled_frequencies(pairs, position_scaling))
         self.source, self.rotated = pairs, 2 * len(pairs.frequencies)
         if rank is not None and rank > self.rotated:
             raise ValueError(
@@ -279,11 +288,14 @@ class DisentangledBias(Fp32Module):
         if c2p:
             factors.append((query if p2p else query - query_mean, key_mean.expand(-1, key.shape[-2], -1)))
         if p2c:
-            keys = key if p2p and not c2p else key - key_mean
-            factors.append((query_mean.expand(-1, query.shape[-2], -1), keys))
+            factors.append((query_mean.expand(-1, query.shape[-2], -1), self._p2c_keys(key)))
         if p2p and not c2p and not p2c:
             factors.append((query_mean.expand(-1, query.shape[-2], -1), key_mean.expand(-1, key.shape[-2], -1)))
         return factors
+
+    def _p2c_keys(self, key: Tensor) -> Tensor:
+        # Without c2p the p2p term is among them.
+        return key if "p2p" in self.terms and "c2p" not in self.terms else key - self.means()[1].to(key.dtype)
 
     def _in_terms(self) -> Tensor:
         """1 for the channels that rotate in the terms, 0 for the others: (key/value heads or 1, 1, head_dim)."""
@@ -300,14 +312,70 @@ class DisentangledBias(Fp32Module):
         inside = self._in_terms()
         return self.means()[0] * (inside.repeat_interleave(self.num_heads // inside.shape[0], 0))
 
+    # What a cache keeps.
+
+    @property
+    def keeps_rotated_keys(self) -> bool:
+        """Whether a cache holds rotated keys beside the others, which decoding would have to rotate anew at every step."""
+        return "p2c" in self.terms and not self.is_dense and not self.terms_off
+
+    def rotated_keys(self, key: Tensor, offset: int | Tensor) -> Tensor:
+        """R_j of the p2c term's keys: `key` (batch, key/value heads, n, head_dim) at places offset … → (…, n, 2 · pairs)."""
+        return self._rotate(self._p2c_keys(key), torch.arange(key.shape[-2], device=key.device) + offset)
+
+    def decoded_scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rotated: Tensor,
+        query_offset: int | Tensor,
+        key_offset: int | Tensor,
+        factor: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Content queries (batch, heads, n, head_dim), to be matched with the keys as they are, and the position terms.
+
+        Args:
+            rotated: `rotated_keys` of all keys, the first of them at place `key_offset`.
+
+        Returns:
+            queries, and scores to add (batch, heads, n, keys) in fp32, before scaling; for a few queries, without gradients,
+            with RoPE dropped from the content.
+        """
+        strength = self.terms_scale if factor is None else factor * self.terms_scale
+        content, _ = self.content(query, key, query_offset, strength * self._removed())
+        places = torch.arange(query.shape[-2], device=query.device) + query_offset
+        query_mean, key_mean = (mean.to(query.dtype) for mean in self.means())
+        turned = self._rotate(query_mean.expand(-1, query.shape[-2], -1), places + key_offset)
+        scores = self._products(turned.expand(query.shape[0], -1, -1, -1), rotated).float()
+        if "c2p" in self.terms:
+            a = query if "p2p" in self.terms else query - query_mean
+            b = self._spread(key_mean * self._in_terms().to(key_mean.dtype))
+            (a1, a2), (b1, b2) = self._split(a.float()), self._split(b.float())
+            # By how far a key is turned against the query, and the same by the turns of both.
+            even, odd = a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
+            angle = places.float()[:, None] * self.frequencies.float()
+            cos, sin = angle.cos(), angle.sin()
+            turns = torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1) * self.source.amplitude**2
+            length = 1 << max(key.shape[-2] - 1, 1).bit_length()
+            table = _turns(self._frequencies, length, key.device)[: key.shape[-2]]
+            scores = scores + turns @ table.T
+        return content, scores * strength
+
     def forward(
-        self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0, factor: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_offset: int | Tensor = 0,
+        factor: Tensor | None = None,
+        rotated: Tensor | None = None,
+        key_offset: int | Tensor = 0,
     ) -> tuple[Tensor, Tensor]:
         """Un-rotated `query` (batch, heads, queries, head_dim) and `key` (batch, key/value heads, keys, head_dim) → wider ones.
 
         Args:
             query_offset: index of the first query among the keys; the number of cached keys when decoding.
             factor: a gate's value on the terms, broadcastable to (batch, heads, queries, 1).
+            rotated: `rotated_keys` of the keys, from a cache that has them, the first of them at place `key_offset`.
         """
         if self.terms_off or not self.terms:
             content_query, content_key = self.content(query, key, query_offset)
@@ -319,11 +387,14 @@ class DisentangledBias(Fp32Module):
             # Together they are μ_q'R k.
             content_query = content_query + self._unused(None).to(content_query.dtype)
         places, key_places = self._places(query, key, query_offset)
-        queries, keys = [content_query], [content_key]
-        for a, b in self._factors(query, key):
-            turned = self._rotate(a, places) * strength.to(query.dtype)
+        queries: list[Any] = [content_query]
+        keys: list[Any] = [content_key]
+        factors = self._factors(query, key)
+        for index, (a, b) in enumerate(factors):
+            is_kept = rotated is not None and index == len(factors) - 1
+            turned = self._rotate(a, places + key_offset if is_kept else places) * strength.to(query.dtype)
             queries.append(turned.expand(query.shape[0], -1, -1, -1))
-            keys.append(self._rotate(b, key_places).expand(key.shape[0], -1, -1, -1))
+            keys.append(rotated if is_kept else self._rotate(b, key_places).expand(key.shape[0], -1, -1, -1))
         return torch.cat(queries, -1), torch.cat(keys, -1)
 
     def _unused(self, factor: Tensor | None) -> Tensor:

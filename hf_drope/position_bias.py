@@ -39,6 +39,8 @@ class RelativeBias(Fp32Module):
 
     # By name: a checkpoint has its own copy of these classes, which `isinstance` would not recognise.
     kind: str
+    # Distance from which on R is constant, or None for a bias that is smooth in the distance.
+    reach: int | None = None
 
     def __init__(self, num_heads: int, num_groups: int | None = None) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class RelativeBias(Fp32Module):
             raise ValueError(f"{num_heads} heads cannot be shared by {self.num_groups} sets of position parameters.")
 
     def group_values(self, offset: Tensor) -> Tensor:
-        """R for each parameter group: `offset` (n,) whole numbers Δ = j − i → (num_groups, n) in fp32."""
+        """R for each parameter group: `offset` (n,) of Δ = j − i, whole numbers where R is not smooth → (num_groups, n) in fp32."""
         raise NotImplementedError(f"{type(self).__name__} has to define group_values.")
 
     def values(self, offset: Tensor) -> Tensor:
@@ -123,7 +125,8 @@ class TableBias(RelativeBias):
         super().__init__(num_heads, num_groups)
         if max_distance < 1:
             raise ValueError(f"max_distance is {max_distance}; it has to be at least 1.")
-        self.max_distance, self.num_buckets = max_distance, num_buckets
+        self.max_distance = self.reach = max_distance
+        self.num_buckets = num_buckets
         self.init_range, self.bidirectional = init_range, bidirectional
         self.weight = fp32_parameter(2 * max_distance - 1 if num_buckets is None else num_buckets, self.num_groups)
         self.reset_parameters()

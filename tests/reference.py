@@ -208,6 +208,8 @@ class Recorder:
                 offset = int(drope_position.query_offset) - int(drope_position.key_offset)
                 hidden = drope_position.hidden_states
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            # A cache may hold more with every key.
+            key = key[..., : query.shape[-1]]
             self.calls.append(Call(module, query, key, value, attention_mask, scaling, offset, hidden, output, weights))
             return output, weights
 

@@ -16,7 +16,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
     {"configuration_drope", "fp32_module", "hardware", "rotary_drope"},
-    {"disentangled_bias", "gates"},
+    {"disentangled_bias", "gates", "near_far_attention", "streamed_attention"},
     {"position_bias"},
     {"biased_attention"},
     {"attention_drope"},
@@ -30,7 +30,8 @@ FLOORS = [
     {"folder_calibration", "recalibration_plan"},
     {"recalibration_teacher"},
     {"recalibrate"},
-    {"demo"},
+    {"demo", "bench_variants"},
+    {"bench"},
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.

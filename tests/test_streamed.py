@@ -1,0 +1,143 @@
+"""The kernel for score gates and masks against dense attention in float64, gradients included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_attention import build
+from tiny import random_ids
+from torch.profiler import ProfilerActivity, profile
+
+from hf_drope import biased_attention, streamed_attention
+
+HEADS, KEY_HEADS, WIDTH, SCALING, TEMPERATURE = 4, 2, 16, 0.25, 0.7
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.fixture
+def several_blocks(monkeypatch):
+    monkeypatch.setattr(streamed_attention, "_SCORES", 1 << 10)
+    monkeypatch.setattr(streamed_attention, "_LEAST", 8)
+
+
+def make_mask(kind: str | None, queries: int, keys: int) -> Any:
+    if kind is None:
+        return None
+    seen = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.3
+    seen[..., 0] = True
+    return seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
+
+
+def reference(query: Any, key: Any, value: Any, row: Any, factor: Any, gate: Any, mask: Any, causal: bool) -> Any:
+    queries, keys = query.shape[2], key.shape[2]
+    key, value = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * SCALING
+    offset = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    bias = row[:, offset + keys - 1][None]
+    if gate == "score":
+        bias = bias * (scores / TEMPERATURE).sigmoid()
+    elif factor is not None:
+        bias = bias * factor
+    hidden = offset > 0 if causal else torch.zeros_like(offset, dtype=torch.bool)
+    if mask is not None:
+        hidden = hidden | ~(mask if mask.dtype == torch.bool else mask == 0)
+    return (scores + bias).masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+def check(
+    queries: int, keys: int, gate: str | None, kind: str | None, causal: bool, dtype: Any, tolerance: float
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes: list[Any] = [(2, HEADS, queries, WIDTH), (2, KEY_HEADS, keys, WIDTH), (2, KEY_HEADS, keys, WIDTH)]
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    given.append(torch.randn(HEADS, queries + keys - 1, generator=generator))
+    if gate in ("head", "query"):
+        shape = (1, HEADS, 1, 1) if gate == "head" else (2, HEADS, queries, 1)
+        given.append(torch.rand(shape, generator=generator))
+    given = [x.requires_grad_() for x in given]
+    mask = make_mask(kind, queries, keys)
+    output = streamed_attention.streamed_attention(
+        *given[:4],
+        scaling=SCALING,
+        factor=given[4] if len(given) > 4 else None,
+        temperature=torch.tensor(TEMPERATURE) if gate == "score" else None,
+        mask=mask,
+        causal=causal,
+    )
+    double = [x.detach().double().requires_grad_() for x in given]
+    expected = reference(*double[:4], double[4] if len(given) > 4 else None, gate, mask, causal)
+    weight = torch.randn(expected.shape, generator=generator)
+    got = [output, *torch.autograd.grad((output * weight.to(dtype)).sum(), given)]
+    wanted = [expected, *torch.autograd.grad((expected * weight).sum(), double)]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("mask", [None, "bool", "additive"])
+@pytest.mark.parametrize("gate", [None, "head", "query", "score"])
+def test_the_stream_is_dense_attention(gate, mask):
+    check(70, 70, gate, mask, True, torch.float32, 1e-5)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (30, 70), (8, 8), (9, 9)])
+def test_lengths_and_offsets_that_fill_no_block(queries, keys):
+    check(queries, keys, "score", None, True, torch.float32, 1e-5)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("gate", [None, "score"])
+def test_a_mask_alone_may_show_the_future(gate):
+    check(70, 70, gate, "bool", False, torch.float32, 1e-5)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("gate", ["query", "score"])
+def test_half_precision_is_near_dense_attention(gate):
+    check(70, 70, gate, None, True, torch.bfloat16, 2e-2)
+
+
+SETTINGS: dict[str, Any] = {
+    "score": {"position_bias": {"type": "log"}, "gate": {"type": "score"}},
+    "low rank score": {"position_bias": {"type": "low_rank", "rank": 4}, "gate": {"type": "score"}},
+    "table": {"position_bias": {"type": "table", "max_distance": 12}},
+    "table query": {"position_bias": {"type": "table", "max_distance": 12}, "gate": {"type": "query"}},
+    "window": {"position_bias": {"type": "table", "max_distance": 12}, "window": 9},
+}
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_agrees_with_eager(name, padding):
+    ids, results = random_ids(2, 50), {}
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    for backend in ("sdpa", "eager"):
+        model = build(SETTINGS[name], backend=backend)
+        output = model(ids, attention_mask=mask if padding else None, labels=labels)
+        results[backend] = [
+            output.logits[mask.bool()],
+            *torch.autograd.grad(output.loss, [p for p in model.parameters() if p.requires_grad]),
+        ]
+    for ours, theirs in zip(results["sdpa"], results["eager"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_matrix_of_queries_by_keys_is_made(name, padding, monkeypatch):
+    monkeypatch.setattr(streamed_attention, "_MOST", 32)
+    length = 1024
+    monkeypatch.setattr(biased_attention, "NEAR_FAR_BLOCK", 32)
+    model, ids = build(SETTINGS[name], max_position_embeddings=length), random_ids(1, length)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        model(ids, attention_mask=mask if padding else None, labels=ids).loss.backward()
+    # A mask is one byte a pair and head of 1.
+    assert max(event.cpu_memory_usage for event in trace.events()) < 2 * length * length
