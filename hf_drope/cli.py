@@ -134,6 +134,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(sub)
     sub.add_argument("--scale", type=float, default=1.0, help="share of the usual training steps (default: 1)")
 
+    sub = command("bench", _bench, "Measure what a position mode costs, as a ratio to the stock RoPE model.")
+    sub.add_argument("--model", metavar="DIR", help="folder or file of a config (default: a 12-layer Llama)")
+    sub.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096], metavar="L", help="(default: 1024 4096)")
+    sub.add_argument(
+        "--measures", nargs="+", choices=("prefill", "decode", "train", "memory"), help="what to measure (default: all)"
+    )
+    sub.add_argument("--only", nargs="+", metavar="NAME", help="variants by the beginning of their names")
+    sub.add_argument("--backends", nargs="+", default=["sdpa"], metavar="NAME", help="(default: sdpa)")
+    sub.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16 (default: bfloat16)")
+    sub.add_argument("--device", default="cpu", help="(default: cpu)")
+    sub.add_argument("--rounds", type=int, default=5, help="ratios to take the median of (default: 5)")
+    sub.add_argument("--json", metavar="FILE", help="write all figures there")
+    sub.add_argument("--plot", metavar="FILE", help="draw cost against length there")
+    sub.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+
     sub = command("env", _env, "Print the versions that matter in a bug report.")
     sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -319,6 +334,27 @@ def _demo(arguments: argparse.Namespace) -> int:
     _no_bars_in_a_log()
     print(run_demo(arguments.out, _parameters(arguments), scale=arguments.scale))
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from .bench import MEASURES, bench, describe, missed, plot, write_json
+
+    result = bench(
+        arguments.model,
+        lengths=arguments.lengths,
+        measures=arguments.measures or MEASURES,
+        only=arguments.only,
+        backends=arguments.backends,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        rounds=arguments.rounds,
+    )
+    print(describe(result))
+    if arguments.json:
+        write_json(result, arguments.json)
+    if arguments.plot:
+        plot(result, arguments.plot)
+    return 1 if arguments.check and missed(result) else 0
 
 
 def _env(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,426 @@
+"""The cost of a position mode as a ratio to the stock RoPE model, both measured alternately in one process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from .bench_variants import STOCK, Variant, build, variants
+
+MEASURES = ("prefill", "decode", "train", "memory")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGET_LENGTHS = (1024, 4096, 16384)
+TARGETS: dict[str, dict[str, tuple[float, ...]]] = {
+    "prefill": {
+        "NoPE": (0.97, 0.97, 1.0),
+        "low rank": (1.10, 1.08, 1.10),
+        "table": (1.5, 1.5, 1.8),
+        "log": (1.5, 1.5, 1.8),
+        "linear": (1.5, 1.5, 1.8),
+        "score gate": (1.7, 1.8, 2.2),
+        "disentangled, rank": (1.3, 1.5, 1.9),
+    },
+    "decode": {"NoPE": (0.97, 0.97, 1.0), "any bias": (1.10, 1.15, 1.20)},
+    "train": {
+        "NoPE": (0.97, 0.97),
+        "low rank": (1.20, 1.15),
+        "table": (1.8, 2.2),
+        "score gate": (2.5, 3.0),
+        "disentangled, rank": (1.4, 1.7),
+    },
+    "memory": {"any bias": (1.15, 1.2, 1.3)},
+}
+_DECODED = 8
+# Variants measured between two runs of the stock model, so that both see the same machine.
+_GROUP = 3
+
+
+class Row(NamedTuple):
+    """Medians over the rounds. For "memory" `ratio` is of peak bytes, and `value`, `stock` are bytes; otherwise seconds."""
+
+    variant: str
+    measure: str
+    length: int
+    ratio: float
+    low: float
+    high: float
+    value: float
+    stock: float
+
+
+def default_config() -> Any:
+    """A 12-layer Llama of hidden size 576 with 9 heads over 3: the shape of SmolLM2-135M, less deep."""
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+    )
+
+
+def load_config(model: str | Path | None) -> Any:
+    """The config in a file or folder, of the model that is measured with random weights.
+
+    Raises:
+        ValueError: no config is there, or that of a converted model.
+    """
+    if model is None:
+        return default_config()
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is no model: there is no config.json; give a folder with one, or the file itself.")
+    try:
+        config = AutoConfig.from_pretrained(file)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{file} is not the config of a model that Transformers knows: {error}") from error
+    if config.model_type.endswith("_drope"):
+        raise ValueError(
+            f"{path} is a converted model; give the source, which is what the variants are measured against."
+        )
+    return config
+
+
+def bench(
+    model: str | Path | None = None,
+    *,
+    lengths: Sequence[int] = (1024, 4096),
+    measures: Sequence[str] = MEASURES,
+    only: Sequence[str] | None = None,
+    backends: Sequence[str] = ("sdpa",),
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    rounds: int = 5,
+    batch_size: int = 1,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure variants against the stock model.
+
+    Args:
+        model: a folder with a `config.json`, or the file; default a small Llama. Weights are random.
+        lengths: tokens: of a prefill, in the cache while decoding, of a training sequence.
+        measures: some of "prefill", "decode" (a step with a cache of that length), "train" (forward and backward), "memory"
+            (weights and peak growth in a prefill).
+        only: beginnings of variant names; default all.
+        backends: attention implementations of ours to measure.
+        rounds: ratios whose median is reported.
+
+    Returns:
+        "machine", "settings", "rows" (`Row` as dicts) and "skipped" (variant → why).
+
+    Raises:
+        ValueError: no model, an unknown measure, variant or dtype, or a length that does not fit in memory; nothing was run.
+    """
+    _check(lengths, measures, dtype, device, rounds, batch_size)
+    config = load_config(model)
+    chosen = [v for v in variants(tuple(backends)) if only is None or v.name.startswith(tuple(only))]
+    if not chosen:
+        names = ", ".join(sorted({v.name for v in variants(tuple(backends))}))
+        raise ValueError(f"No variant begins with {' or '.join(map(repr, only or ()))}; there are {names}.")
+    place, kind = torch.device(device), DTYPES[dtype]
+    _check_memory(config, lengths, measures, kind, place, batch_size)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa").to(place).eval()
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    bar = tqdm(total=len(lengths) * len(measures) * len(chosen), file=sys.stderr, disable=None if progress else True)
+    with bar:
+        for length in lengths:
+            for measure in measures:
+                for group in _groups(chosen):
+                    bar.set_description(f"{measure} {length}")
+                    rows += _measure_group(stock, group, measure, length, rounds, batch_size, skipped)
+                    bar.update(len(group))
+    return {
+        "machine": machine(place),
+        "settings": {
+            "model": "default" if model is None else str(model),
+            "config": config.to_dict(),
+            "dtype": dtype,
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "rounds": rounds,
+            "batch_size": batch_size,
+        },
+        "rows": [row._asdict() for row in rows],
+        "skipped": skipped,
+    }
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        names = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x]
+        processor = f"{len(names)} × {names[0]}" if names else processor
+    found = {"cpu": processor, "torch": torch.__version__, "transformers": transformers.__version__}
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def _check(
+    lengths: Sequence[int], measures: Sequence[str], dtype: str, device: str, rounds: int, batch_size: int
+) -> None:
+    for name in measures:
+        if name not in MEASURES:
+            raise ValueError(f"measure is {name!r}; known are {', '.join(MEASURES)}.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(DTYPES)}.")
+    for name, numbers in (("length", lengths), ("rounds", [rounds]), ("batch_size", [batch_size])):
+        for number in numbers:
+            if number < (2 if name == "length" else 1):
+                raise ValueError(f"{name} is {number}; it has to be at least {2 if name == 'length' else 1}.")
+    try:
+        one = torch.ones(1, 1, 2, 2, dtype=DTYPES[dtype], device=device)
+        torch.nn.functional.scaled_dot_product_attention(one @ one, one, one, is_causal=True)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{device} cannot compute in {dtype}: {str(error).splitlines()[0]}") from error
+
+
+def _check_memory(
+    config: Any, lengths: Sequence[int], measures: Sequence[str], dtype: torch.dtype, device: torch.device, batch: int
+) -> None:
+    size, hidden, layers = dtype.itemsize, config.hidden_size, config.num_hidden_layers
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    weights = (config.vocab_size * hidden + layers * (4 * hidden**2 + 3 * hidden * wide)) * size
+    free = _free_memory(device)
+    for length in lengths:
+        tokens = length * batch
+        needed = 3 * weights + tokens * (12 * hidden + 3 * wide) * size
+        if "train" in measures:
+            needed += tokens * (layers * (16 * hidden + 4 * wide) * size + 3 * 4 * config.vocab_size)
+        if needed > free:
+            raise ValueError(
+                f"length {length} needs about {needed / 1e9:.1f} GB for {', '.join(measures)}, and {device} has "
+                f"{free / 1e9:.1f} GB free; give shorter lengths or leave out 'train'."
+            )
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").split("\n")
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except (OSError, StopIteration):
+        return sys.maxsize
+
+
+def _groups(chosen: list[Variant]) -> Iterator[list[Variant]]:
+    for start in range(0, len(chosen), _GROUP):
+        yield chosen[start : start + _GROUP]
+
+
+def _measure_group(
+    stock: Any, group: list[Variant], measure: str, length: int, rounds: int, batch: int, skipped: dict[str, str]
+) -> list[Row]:
+    """One group beside the stock model, round by round."""
+    runs: dict[str, Callable[[], float]] = {STOCK: _run(stock, measure, length, batch)}
+    for variant in group:
+        if variant.name in skipped:
+            continue
+        try:
+            runs[variant.name] = _run(build(variant, stock), measure, length, batch)
+            # Warms up, compiles, and says what does not run.
+            runs[variant.name]()
+        except (ValueError, ImportError, NotImplementedError, RuntimeError) as error:
+            skipped[variant.name] = " ".join(str(error).split())[:300]
+            runs.pop(variant.name, None)
+    values: dict[str, list[float]] = {name: [] for name in runs}
+    runs[STOCK]()
+    for _ in range(1 if measure == "memory" else rounds):
+        for name, run in runs.items():
+            values[name].append(run())
+    base = values.pop(STOCK)
+    found = []
+    for name, taken in values.items():
+        ratios = sorted(a / b for a, b in zip(taken, base, strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        found.append(
+            Row(
+                name,
+                measure,
+                length,
+                statistics.median(ratios),
+                low,
+                high,
+                statistics.median(taken),
+                statistics.median(base),
+            )
+        )
+    return found
+
+
+def _run(model: Any, measure: str, length: int, batch: int) -> Callable[[], float]:
+    """A function that runs once and returns seconds, or bytes."""
+    device = model.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)).to(
+        device
+    )
+
+    def prefill() -> None:
+        with torch.no_grad():
+            model(ids, logits_to_keep=1)
+
+    def train() -> None:
+        model(ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    if measure == "memory":
+        return lambda: _peak_memory(model, prefill)
+    if measure == "decode":
+        return lambda: _time_decoding(model, ids)
+    return lambda: _timed(prefill if measure == "prefill" else train, device)
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+@torch.no_grad()
+def _time_decoding(model: Any, ids: Any) -> float:
+    """Seconds a step, with a cache of random keys and values, which cost what real ones do."""
+    batch, length = ids.shape
+    probe: Any = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :1], past_key_values=probe)
+    for index, layer in enumerate(probe.layers):
+        key, value = (
+            torch.randn(batch, x.shape[1], length, x.shape[3], dtype=model.dtype, device=model.device)
+            for x in (layer.keys, layer.values)
+        )
+        cache.update(key, value, index)
+
+    model(ids[:, :1], past_key_values=cache)
+
+    def decode() -> None:
+        for step in range(_DECODED):
+            model(ids[:, step : step + 1], past_key_values=cache)
+
+    return _timed(decode, model.device) / _DECODED
+
+
+def _peak_memory(model: Any, run: Callable[[], None]) -> float:
+    """Bytes of the weights and of what a run adds at its peak."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
+        run()
+        return weights + torch.cuda.max_memory_allocated(model.device) - before
+    with _growth() as grown:
+        run()
+    return weights + grown[0]
+
+
+@contextmanager
+def _growth() -> Iterator[list[int]]:
+    """How many bytes the process grew by at its peak, by the kernel's own counter."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        raise NotImplementedError("Peak memory on the CPU is read from /proc, which only Linux has.")
+
+    def field(name: str) -> int:
+        lines = status.read_text(encoding="utf-8").split("\n")
+        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+    # Freed memory that the allocator keeps would hide what the run takes again.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before, grown = field("VmRSS"), [0]
+    yield grown
+    grown[0] = field("VmHWM") - before
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A table: a line a variant and measure, a column a length."""
+    rows = [Row(**row) for row in result["rows"]]
+    lengths = sorted({row.length for row in rows})
+    cells = {(row.measure, row.variant, row.length): row for row in rows}
+    lines = [", ".join(result["machine"].values()), ""]
+    for measure in dict.fromkeys(row.measure for row in rows):
+        names = list(dict.fromkeys(row.variant for row in rows if row.measure == measure))
+        width = max(map(len, names))
+        lines.append(f"{measure:{width}}  " + "  ".join(f"{length:>18}" for length in lengths))
+        for name in names:
+            found = [cells.get((measure, name, length)) for length in lengths]
+            lines.append(f"{name:{width}}  " + "  ".join(f"{_cell(row):>18}" for row in found))
+        lines.append("")
+    lines += [f"skipped {name}: {why}" for name, why in result["skipped"].items()]
+    return "\n".join(lines).rstrip()
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    bound = target(row)
+    verdict = "" if bound is None else (" pass" if row.ratio <= bound else f" > {bound:g}")
+    return f"{row.ratio:.2f}{verdict}"
+
+
+def write_json(result: dict[str, Any], path: str | Path) -> None:
+    Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def target(row: Row) -> float | None:
+    """The ratio that this project means to stay below, by variant, measure and length; None where it has set none."""
+    if row.variant.startswith("others"):
+        return None
+    bounds = TARGETS[row.measure]
+    names = (
+        ("score gate",)
+        if "score gate" in row.variant
+        else tuple(name for name in bounds if row.variant.startswith(name))
+    )
+    for name in (*names, "NoPE" if row.variant.startswith("NoPE") else "any bias"):
+        if name in bounds:
+            return dict(zip(TARGET_LENGTHS, bounds[name], strict=False)).get(row.length)
+    return None
+
+
+def missed(result: dict[str, Any]) -> list[Row]:
+    rows = [Row(**row) for row in result["rows"]]
+    return [row for row in rows if (target(row) or row.ratio) < row.ratio]
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Ratio against length, a panel a measure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("A plot needs matplotlib: pip install hf-drope[plot].") from error
+    rows = [Row(**row) for row in result["rows"]]
+    measures = list(dict.fromkeys(row.measure for row in rows))
+    figure = Figure(figsize=(5 * len(measures), 5), layout="constrained")
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
+    for panel, measure in zip(panels, measures, strict=True):
+        for name in dict.fromkeys(row.variant for row in rows if row.measure == measure):
+            line = [row for row in rows if (row.measure, row.variant) == (measure, name)]
+            panel.plot([row.length for row in line], [row.ratio for row in line], marker="o", label=name)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set(xscale="log", xlabel="tokens", ylabel=f"{measure}, ratio to {STOCK}", title=measure)
+    panels[-1].legend(fontsize="small", bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,51 @@
+"""The benchmark on a tiny model: what it reports and what it refuses, not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny import tiny_config
+
+from hf_drope.bench import MEASURES, bench, describe
+from hf_drope.cli import main
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(tiny_config("llama").to_json_string(use_diff=False))
+    return file
+
+
+def test_every_measure_of_the_chosen_variants_is_reported(config):
+    only = ("NoPE", "table", "others")
+    result = bench(config, lengths=[16], rounds=1, only=only, dtype="float32", progress=False)
+    assert not result["skipped"]
+    names = {row["variant"] for row in result["rows"]}
+    assert names >= {"NoPE", "table", "table, score gate", "others: dense bias"}
+    assert len(result["rows"]) == len(names) * len(MEASURES)
+    assert all(row["ratio"] > 0 and row["length"] == 16 for row in result["rows"])
+    assert all(name in describe(result) for name in names)
+
+
+def test_the_command_writes_json(config, tmp_path, capsys):
+    given = ["--model", config, "--lengths", 8, "--rounds", 1, "--measures", "decode", "--only", "NoPE"]
+    assert main(["bench", *map(str, given), "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["measure"] == "decode"
+    assert "NoPE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--model", "/nowhere"], "is no model: there is no config.json"),
+        (["--lengths", "1"], "length is 1; it has to be at least 2"),
+        (["--lengths", "1000000000"], "length 1000000000 needs about"),
+        (["--dtype", "int3"], "dtype is 'int3'; known are"),
+        (["--only", "nothing"], "No variant begins with 'nothing'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given, sentence, capsys):
+    assert main(["bench", *given]) == 2
+    assert sentence in capsys.readouterr().err
