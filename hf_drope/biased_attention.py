@@ -80,14 +80,14 @@ def attend(
     if module.window is not None:
         attention_mask = _window_mask(module, query, key, attention_mask, offset, kwargs)
     position_bias = module.position_bias
-    # Decoding: a row of scores is less than a copy of all keys with more channels.
-    few = query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
     if position_bias is None:
         return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # Decoding: a row of scores is less than a copy of all keys with more channels.
+    few = query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
     if isinstance(position_bias.bias, DisentangledBias):
         if not position_bias.bias.is_dense and not position_bias.reads_scores:
             call = functools.partial(stock, module, scaling=scaling, **kwargs)
-            return _attend_disentangled(call, module, query, key, value, attention_mask, drope_position, scaling)
+            return _attend_disentangled(call, module, query, key, value, attention_mask, drope_position, scaling, few)
     elif isinstance(position_bias.bias, LowRankBias) and not position_bias.reads_scores and not few:
         call = functools.partial(stock, module, attention_mask=attention_mask, scaling=1.0, **kwargs)
         return _attend_low_rank(call, position_bias, query * scaling, key, value, offset, drope_position.hidden_states)
@@ -113,12 +113,12 @@ def _attend_disentangled(
     mask: Tensor | None,
     position: Position,
     scaling: float,
+    few: bool,
 ) -> Any:
     position_bias, offset = module.position_bias, position.query_offset - position.key_offset
     bias: Any = position_bias.bias
     factor = position_bias.factor(None, position.hidden_states)
     key, rotated = key[..., : bias.head_dim], (key[..., bias.head_dim :] if key.shape[-1] > bias.head_dim else None)
-    few = query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
     if rotated is None or not few or bias.content_rotation.state != "dropped":
         wide_query, wide_key = bias(query, key, offset, factor, rotated, position.key_offset)
         return _attend_wider(functools.partial(call, attention_mask=mask), wide_query, wide_key, value)

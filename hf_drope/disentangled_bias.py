@@ -17,7 +17,8 @@ with M = 1 it would be heard in full.) Every term is a dot product of wider head
 
     [M'q̃ + μ_q − g μ_q, g R_i q, g R_i μ_q] · [k, R_j μ_k, R_j (k − μ_k)]
 
-Keys are cached un-rotated, with what p2c needs of them, R_j (k_j − μ_k), beside them. This file travels with every checkpoint and imports torch only.
+Keys are cached un-rotated, with what p2c needs of them, R_j (k_j − μ_k), beside them. This file travels with every checkpoint
+and imports torch only.
 """
 
 from __future__ import annotations

@@ -87,19 +87,10 @@ def near_far_attention(
 
 class _NearFar(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        near: Tensor,
-        far: Tensor | None,
-        factor: Tensor | None,
-        reach: int,
-        block: int,
-        scaling: float,
-    ) -> Tensor:
-        layout = _Layout(query, key, value, near, far, factor, reach, block, scaling)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        layout = _Layout(*inputs)
+        *tensors, reach, block, scaling = inputs
+        query = layout.query
         output, total = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for rows in layout.blocks():
             part, weight = layout.near(rows)
@@ -109,7 +100,7 @@ class _NearFar(torch.autograd.Function):
                 part = part * (weight - joint).exp()[..., None] + old[0] * (old[1] - joint).exp()[..., None]
                 weight = joint
             output[:, :, rows], total[:, :, rows] = part, weight
-        ctx.save_for_backward(query, key, value, near, far, factor, output, total)
+        ctx.save_for_backward(*tensors, output, total)
         ctx.settings = reach, block, scaling
         return output
 

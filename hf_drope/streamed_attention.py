@@ -54,20 +54,10 @@ def streamed_attention(
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        row: Tensor,
-        factor: Tensor | None,
-        temperature: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float,
-    ) -> Tensor:
-        output = _Stream(query, key, value, row, factor, temperature, mask, causal, scaling).output()
-        ctx.save_for_backward(query, key, value, row, factor, temperature, mask, output)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _Stream(*inputs).output()
+        *tensors, causal, scaling = inputs
+        ctx.save_for_backward(*tensors, output)
         ctx.settings = causal, scaling
         return output
 
