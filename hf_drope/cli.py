@@ -337,7 +337,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench import MEASURES, bench, describe, missed, plot, write_json
+    from .bench import MEASURES, bench
+    from .bench_report import describe, missed, plot, write_json
 
     result = bench(
         arguments.model,

@@ -31,6 +31,7 @@ FLOORS = [
     {"recalibration_teacher"},
     {"recalibrate"},
     {"demo", "bench_variants"},
+    {"bench_report"},
     {"bench"},
     {"cli"},
 ]
