@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .biased_attention import Position, attend
+from .attention_call import Position
+from .biased_attention import attend
 from .disentangled_bias import RotaryPairs
 from .fp32_module import Fp32Module
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .attention_drope import rotary_pairs
-from .biased_attention import scale_queries
+from .attention_masks import scale_queries
 from .disentangled_bias import RotaryPairs
 from .distill import as_source
 from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate

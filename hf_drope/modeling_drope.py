@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from .attention_backends import refuse_backend
 from .attention_drope import (
     QKNorm,
     drope_attention_class,
@@ -25,7 +26,7 @@ from .attention_drope import (
     rotary_pairs,
     rotates_queries_and_keys_together,
 )
-from .biased_attention import check_scale, refuse_backend
+from .attention_masks import check_scale
 from .configuration_drope import (
     DroPEParameters,
     auto_map,
@@ -67,7 +68,7 @@ class DroPEMixin:
         super()._init_weights(module)  # type: ignore[misc]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        _refuse_backend(self.config, attn_implementation or "sdpa")
+        refuse_backend(DroPEParameters.from_dict(self.config.drope_parameters), attn_implementation or "sdpa")
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
 
     def set_rope_scale(self, rope_scale: float) -> None:
@@ -127,16 +128,6 @@ class DroPEMixin:
     def _write(self, settings: DroPEParameters) -> None:
         self.config.drope_parameters = settings.to_dict()
         _mark_dropped_table(self)
-
-
-def _refuse_backend(config: Any, implementation: str) -> None:
-    settings = DroPEParameters.from_dict(config.drope_parameters)
-    if settings.position_bias is not None:
-        refuse_backend(implementation, f"a position bias of type {settings.position_bias['type']!r}")
-    if settings.window is not None:
-        refuse_backend(implementation, "a window")
-    if check_scale(settings.attention_scale) is not None:
-        refuse_backend(implementation, "an attention scale")
 
 
 def _install(model: Any) -> None:
@@ -295,7 +286,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     vars(config).pop("model_type", None)
     config.drope_parameters = settings.to_dict()
     config.auto_map = auto_map(config.model_type)
-    _refuse_backend(config, config._attn_implementation)
+    refuse_backend(settings, config._attn_implementation)
     # Every refusal comes before the first change: a trial on a model without weights.
     with torch.device("meta"):
         drope_class(type(model))(copy.deepcopy(config))

@@ -18,6 +18,8 @@ FLOORS = [
     {"configuration_drope", "fp32_module", "hardware", "rotary_drope"},
     {"disentangled_bias", "gates", "near_far_attention", "streamed_attention"},
     {"position_bias"},
+    {"attention_call", "attention_masks"},
+    {"attention_backends", "block_bias_attention", "flex_attention_drope"},
     {"biased_attention"},
     {"attention_drope"},
     {"modeling_drope"},

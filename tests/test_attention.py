@@ -12,7 +12,15 @@ from reference import Recorder, randomise_position
 from tiny import random_ids, tiny_config, tiny_model
 from transformers import DynamicCache
 
-from hf_drope import DroPEParameters, apply_drope, attention_drope, biased_attention, drope_class, drope_config_class
+from hf_drope import (
+    DroPEParameters,
+    apply_drope,
+    attention_drope,
+    biased_attention,
+    block_bias_attention,
+    drope_class,
+    drope_config_class,
+)
 
 BACKENDS = ("eager", "sdpa")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -68,7 +76,7 @@ def weights_of(model, ids):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(biased_attention, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(block_bias_attention, "QUERY_BLOCK", 4)
 
 
 @every_backend
@@ -85,6 +93,47 @@ def test_window_hides_keys_further_back_in_its_layers(settings, backend):
     torch.testing.assert_close(logits(model, ids), logits(eager, ids), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(stepwise(model, ids), logits(model, ids), atol=1e-4, rtol=1e-4)
     assert torch.equal(generate(model, ids, cache_implementation="static"), generate(model, ids, use_cache=False))
+
+
+WINDOWED = {
+    "no bias": {},
+    **BIASES,
+    "disentangled": {"position_bias": {"type": "disentangled"}, "gate": {"type": "query"}},
+    "disentangled, clipped": {
+        "position_bias": {"type": "disentangled", "position_scaling": {"type": "clip", "max_distance": 4}}
+    },
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_reads_its_keys_only(name, padded, monkeypatch):
+    monkeypatch.setattr(biased_attention, "WINDOW_BLOCK", 40)
+    settings = {**WINDOWED[name], "window": 24}
+    ids, mask = random_ids(2, 130), torch.ones(2, 130, dtype=torch.long)
+    mask[1, :30] = 0
+    given = {"attention_mask": mask} if padded else {}
+    widths = []
+    run = biased_attention._attend
+    monkeypatch.setattr(biased_attention, "_attend", lambda call: (widths.append(call.key.shape[2]), run(call))[1])
+    eager, sdpa = (build(settings, backend=backend) for backend in BACKENDS)
+    seen = mask.bool() if padded else torch.ones(2, 130, dtype=torch.bool)
+    expected = eager(ids, **given).logits[seen]
+    widths.clear()
+    found = sdpa(ids, **given).logits[seen]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert widths == [40, 63, 63, 33] * 2
+    for output in (expected, found):
+        (output * torch.linspace(-1, 1, output.shape[-1])).sum().backward()
+    for (parameter_name, expected), found in zip(eager.named_parameters(), sdpa.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(
+                found.grad, expected.grad, atol=1e-3 * expected.grad.abs().max().item(), rtol=1e-3, msg=parameter_name
+            )
+    widths.clear()
+    assert torch.equal(generate(sdpa, ids, 3, **given), generate(eager, ids, 3, **given))
+    # The prompt, then 24 keys a step; eager reads them all.
+    assert sorted(widths[8:12]) == [24] * 4
 
 
 @every_backend
@@ -220,18 +269,27 @@ def test_norm_is_refused_where_queries_and_keys_never_meet(family):
         apply_drope(tiny_model(family), "nope", qk_norm="qk")
 
 
-@pytest.mark.parametrize("backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "no_such_backend"])
+SCALED = {"attention_scale": {"coefficient": 0.5, "original_max_position_embeddings": 4}}
+SCORED = {"position_bias": {"type": "disentangled"}, "gate": {"type": "score"}}
+MASKED = "'eager', 'sdpa'"
+
+
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "backend", "what", "instead"),
     [
-        (BIASES["table"], "position bias of type 'table'"),
-        ({"window": 3}, "window"),
-        ({"attention_scale": {"factor": 1.2}}, "attention scale"),
+        (BIASES["table"], "flash_attention_2", "position bias 'table'", f"{MASKED}, 'flex_attention'"),
+        (BIASES["table"], "no_such_backend", "position bias 'table'", f"{MASKED}, 'flex_attention'"),
+        ({"window": 3}, "flash_attention_3", "window 3", f"{MASKED}, 'flex_attention'"),
+        (BIASES["low_rank_score"], "flash_attention_2", "position bias 'low_rank', gate 'score'", MASKED),
+        (BIASES["low_rank"], "no_such_backend", "position bias 'low_rank'", f"{MASKED}, 'flex_attention', 'flash_"),
+        (SCORED, "flex_attention", "position bias 'disentangled', gate 'score'", f"{MASKED}."),
+        (SCALED, "flex_attention", "attention scale .*", f"{MASKED}."),
+        ({"attention_scale": {"factor": 1.2}}, "no_such_backend", "attention scale .*", MASKED),
     ],
 )
-def test_backends_that_would_leave_the_bias_out_are_refused(settings, what, backend, tmp_path):
+def test_backends_that_would_leave_the_bias_out_are_refused(settings, backend, what, instead, tmp_path):
     """https://github.com/huggingface/transformers/issues/29067"""
-    expected = f"A model with an? {what} cannot run on attn_implementation='{backend}'.*'eager', 'sdpa'"
+    expected = f"A model with {what} cannot run on attn_implementation='{backend}'.*load it with one of {instead}"
     model = build(settings)
     with pytest.raises(ValueError, match=expected):
         model.set_attn_implementation(backend)
@@ -280,6 +338,28 @@ def test_no_bias_leaves_every_backend_to_the_stock_code(scale, monkeypatch):
     assert all(names == arguments[-1] for names in arguments)
     model.set_attn_implementation("flex_attention")
     assert model.config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("bias", ["low_rank", "disentangled", "scale"])
+def test_flash_kernels_get_wider_heads_and_no_mask(bias, monkeypatch):
+    """A stand-in: flash kernels run on GPUs only. They take no mask but that of padding, which is two-dimensional."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    widths = []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        assert attention_mask is None
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        widths.append(query.shape[-1])
+        return functions["sdpa"](module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(functions._global_mapping, "flash_attention_stand_in", flash)
+    settings = {"scale": {"attention_scale": {"factor": 1.2}}, "low_rank": BIASES["low_rank"]}
+    model = build(settings.get(bias, {"position_bias": {"type": "disentangled", "rank": 4}}))
+    ids = random_ids(2, 12)
+    expected = logits(model, ids)
+    model.config._attn_implementation = "flash_attention_stand_in"
+    torch.testing.assert_close(logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+    assert widths == [{"scale": 8, "low_rank": 12, "disentangled": 16}[bias]] * 2
 
 
 def test_reordered_and_upcast_attention_is_refused():
@@ -421,7 +501,7 @@ def test_blocks_of_queries_equal_one_block_gradients_included(bias, padding, mon
     mask[1, :padding] = 0
     results = []
     for block in (64, 4):
-        monkeypatch.setattr(biased_attention, "QUERY_BLOCK", block)
+        monkeypatch.setattr(block_bias_attention, "QUERY_BLOCK", block)
         model = build(BIASES[bias])
         output = model(ids, attention_mask=mask if padding else None, labels=ids)
         output.loss.backward()
@@ -454,9 +534,9 @@ def test_chunked_prefill_in_blocks_equals_full_forward(bias):
 def test_blocks_never_see_the_whole_score_matrix(monkeypatch):
     """A long sequence must not make (heads, L, L) of anything."""
     shapes = []
-    original = biased_attention.unfold_rows
+    original = block_bias_attention.unfold_rows
     monkeypatch.setattr(
-        biased_attention, "unfold_rows", lambda row, n, m: (shapes.append((n, m)), original(row, n, m))[1]
+        block_bias_attention, "unfold_rows", lambda row, n, m: (shapes.append((n, m)), original(row, n, m))[1]
     )
     logits(build(BIASES["table_score"]), random_ids(1, 16))
     assert shapes

@@ -16,7 +16,14 @@ from tiny import FAMILIES, random_ids, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_drope import DroPEParameters, apply_drope, biased_attention, convert_checkpoint, drope_class, plan_conversion
+from hf_drope import (
+    DroPEParameters,
+    apply_drope,
+    block_bias_attention,
+    convert_checkpoint,
+    drope_class,
+    plan_conversion,
+)
 from hf_drope.attention_drope import rotary_pairs
 from hf_drope.configuration_drope import auto_map
 from hf_drope.disentangled_bias import DisentangledBias, RotaryPairs, scaled_frequencies
@@ -359,7 +366,7 @@ def test_gradients_agree_between_backends_blocks_and_checkpointing(settings, mon
     """https://github.com/huggingface/transformers/pull/11353"""
     ids, results = random_ids(2, 9), []
     for backend, block, checkpointing in (("eager", 256, False), ("sdpa", 256, False), ("sdpa", 4, True)):
-        monkeypatch.setattr(biased_attention, "QUERY_BLOCK", block)
+        monkeypatch.setattr(block_bias_attention, "QUERY_BLOCK", block)
         model = build(backend=backend, **settings).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -654,7 +661,7 @@ def test_fading_content_is_the_same_with_caches_padding_and_blocks(gate, backend
     settings = {"gate": gate, "rope_scale": 0.5, "terms_scale": 0.4}
     model, ids = build(backend=backend, **settings), random_ids(1, 12)
     full = logits(model, ids)
-    monkeypatch.setattr(biased_attention, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(block_bias_attention, "QUERY_BLOCK", 4)
     assert_close(logits(model, ids), full)
     assert_close(stepwise(model, ids, (6,)), full)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
@@ -824,14 +831,6 @@ def test_what_cannot_be_taken_apart_is_refused_in_one_sentence():
         build(family, rank=rotated)
     with pytest.raises(ValueError, match="needs queries and keys, not scores"):
         PositionBias(layer_bias()[0])(torch.zeros(2, 4, 9, 9))
-
-
-def test_backend_that_would_leave_the_bias_out_is_refused():
-    model = build()
-    with pytest.raises(
-        ValueError, match="position bias of type 'disentangled' cannot run on attn_implementation='flex"
-    ):
-        model.set_attn_implementation("flex_attention")
 
 
 def test_an_unknown_pairing_of_channels_is_refused(monkeypatch):

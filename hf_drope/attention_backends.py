@@ -1,0 +1,47 @@
+"""Which attention implementations can add what a model's settings ask for. This file travels with every checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attention_masks import check_scale
+
+_FLASH = "flash_attention_2"
+
+
+def supported_backends(settings: Any) -> tuple[str, ...]:
+    """The attention implementations that can add what `settings` (`DroPEParameters`) ask for.
+
+    "flash_attention_2" stands for every flash kernel: they take wider heads, but neither a bias nor a mask of ours.
+    """
+    bias = settings.position_bias or {}
+    by_score = (settings.gate or {}).get("type") == "score"
+    clipped = (bias.get("position_scaling") or {}).get("type") == "clip"
+    is_product = bias.get("type") in ("low_rank", "disentangled") and not by_score and not clipped
+    found = ["eager", "sdpa"]
+    # Counting the keys that a query sees needs a mask that says so.
+    if "coefficient" in (check_scale(settings.attention_scale) or {}):
+        return tuple(found)
+    if is_product or bias.get("type") != "disentangled":
+        found.append("flex_attention")
+    if (is_product or not bias) and settings.window is None:
+        found.append(_FLASH)
+    return tuple(found)
+
+
+def refuse_backend(settings: Any, implementation: str | None) -> None:
+    """Raise ValueError where an attention implementation would leave out a bias, gate, window or scale of `settings`."""
+    added = {
+        "position bias": settings.position_bias and settings.position_bias["type"],
+        "gate": settings.gate and settings.gate["type"],
+        "window": settings.window,
+        "attention scale": check_scale(settings.attention_scale),
+    }
+    what = [f"{name} {value!r}" for name, value in added.items() if value is not None]
+    supported = supported_backends(settings)
+    kind = _FLASH if str(implementation).startswith("flash_attention") else implementation
+    if what and kind not in supported:
+        raise ValueError(
+            f"A model with {', '.join(what)} cannot run on attn_implementation={implementation!r}, which would leave it out; "
+            f"load it with one of {', '.join(map(repr, supported))}."
+        )
