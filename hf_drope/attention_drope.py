@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 
 from .attention_call import Position
 from .biased_attention import attend
-from .disentangled_bias import RotaryPairs
 from .fp32_module import Fp32Module
+from .rotary_pairs import RotaryPairs
 
 _ROTATION = "apply_rotary_pos_emb"
 _DISPATCH = "ALL_ATTENTION_FUNCTIONS"

@@ -68,13 +68,17 @@ def load_config(model: str | Path | None) -> Any:
 def bench(
     model: str | Path | None = None,
     *,
-    lengths: Sequence[int] = (1024, 4096),
+    lengths: Sequence[int] = (1024, 4096, 16384),
     measures: Sequence[str] = MEASURES,
     only: Sequence[str] | None = None,
+    every: bool = False,
     backends: Sequence[str] = ("sdpa",),
+    stock_backend: str = "sdpa",
     dtype: str = "bfloat16",
     device: str = "cpu",
     rounds: int = 5,
+    seconds: float = 60.0,
+    longest_training: int = 4096,
     batch_size: int = 1,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -85,9 +89,11 @@ def bench(
         lengths: tokens: of a prefill, in the cache while decoding, of a training sequence.
         measures: some of "prefill", "decode" (a step with a cache of that length), "train" (forward and backward), "memory"
             (weights and peak growth in a prefill).
-        only: beginnings of variant names; default all.
+        only: beginnings of variant names; default one of each kind, or with `every` all.
         backends: attention implementations of ours to measure.
-        rounds: ratios whose median is reported.
+        stock_backend: attention implementation of the model that they are measured against.
+        rounds: ratios whose median is reported; fewer, but two, where they take more than `seconds` for a few variants.
+        longest_training: lengths above are not trained.
 
     Returns:
         "machine", "settings", "rows" (`Row` as dicts) and "skipped" (variant → why).
@@ -97,24 +103,36 @@ def bench(
     """
     _check(lengths, measures, dtype, device, rounds, batch_size)
     config = load_config(model)
-    chosen = [v for v in variants(tuple(backends)) if only is None or v.name.startswith(tuple(only))]
+    chosen = [
+        v
+        for v in variants(tuple(backends))
+        if (v.name.startswith(tuple(only)) if only is not None else every or v.is_chosen)
+    ]
     if not chosen:
         names = ", ".join(sorted({v.name for v in variants(tuple(backends))}))
         raise ValueError(f"No variant begins with {' or '.join(map(repr, only or ()))}; there are {names}.")
     place, kind = torch.device(device), DTYPES[dtype]
-    _check_memory(config, lengths, measures, kind, place, batch_size)
+    _check_memory(config, lengths, measures, kind, place, batch_size, longest_training)
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa").to(place).eval()
+    stock = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=stock_backend).to(place).eval()
     rows: list[Row] = []
     skipped: dict[str, str] = {}
-    bar = tqdm(total=len(lengths) * len(measures) * len(chosen), file=sys.stderr, disable=None if progress else True)
+    # Memory first: its pass warms the others up.
+    plan = [
+        (length, measure)
+        for length in lengths
+        for measure in sorted(measures, key=lambda name: name != "memory")
+        if measure != "train" or length <= longest_training
+    ]
+    bar = tqdm(total=len(plan) * len(chosen), file=sys.stderr, disable=None if progress else True)
     with bar:
-        for length in lengths:
-            for measure in measures:
-                for group in _groups(chosen):
-                    bar.set_description(f"{measure} {length}")
-                    rows += _measure_group(stock, group, measure, length, rounds, batch_size, skipped)
-                    bar.update(len(group))
+        for group in _groups(chosen):
+            models = _build_group(stock, group, skipped)
+            for length, measure in plan:
+                bar.set_description(f"{measure} {length}")
+                is_warm = measure == "prefill" and "memory" in measures
+                rows += _measure_group(models, measure, length, batch_size, rounds, seconds, is_warm, skipped)
+                bar.update(len(group))
     return {
         "machine": machine(place),
         "settings": {
@@ -124,6 +142,8 @@ def bench(
             "device": device,
             "threads": torch.get_num_threads(),
             "rounds": rounds,
+            "seconds": seconds,
+            "stock_backend": stock_backend,
             "batch_size": batch_size,
         },
         "rows": [row._asdict() for row in rows],
@@ -164,7 +184,13 @@ def _check(
 
 
 def _check_memory(
-    config: Any, lengths: Sequence[int], measures: Sequence[str], dtype: torch.dtype, device: torch.device, batch: int
+    config: Any,
+    lengths: Sequence[int],
+    measures: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    longest_training: int,
 ) -> None:
     size, hidden, layers = dtype.itemsize, config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -173,7 +199,7 @@ def _check_memory(
     for length in lengths:
         tokens = length * batch
         needed = 3 * weights + tokens * (12 * hidden + 3 * wide) * size
-        if "train" in measures:
+        if "train" in measures and length <= longest_training:
             needed += tokens * (layers * (16 * hidden + 4 * wide) * size + 3 * 4 * config.vocab_size)
         if needed > free:
             raise ValueError(
@@ -197,44 +223,61 @@ def _groups(chosen: list[Variant]) -> Iterator[list[Variant]]:
         yield chosen[start : start + _GROUP]
 
 
+def _build_group(stock: Any, group: list[Variant], skipped: dict[str, str]) -> dict[str, Any]:
+    models = {STOCK: stock}
+    for variant in group:
+        try:
+            models[variant.name] = build(variant, stock)
+        except (ValueError, ImportError) as error:
+            skipped[variant.name] = _sentence(error)
+    return models
+
+
 def _measure_group(
-    stock: Any, group: list[Variant], measure: str, length: int, rounds: int, batch: int, skipped: dict[str, str]
+    models: dict[str, Any],
+    measure: str,
+    length: int,
+    batch: int,
+    rounds: int,
+    seconds: float,
+    is_warm: bool,
+    skipped: dict[str, str],
 ) -> list[Row]:
     """One group beside the stock model, round by round."""
-    runs: dict[str, Callable[[], float]] = {STOCK: _run(stock, measure, length, batch)}
-    for variant in group:
-        if variant.name in skipped:
-            continue
+    values: dict[str, list[float]] = {}
+    runs: dict[str, Callable[[], float]] = {}
+    rounds = 1 if measure == "memory" else rounds
+    for name, model in models.items():
         try:
-            runs[variant.name] = _run(build(variant, stock), measure, length, batch)
-            # Warms up, compiles, and says what does not run.
-            runs[variant.name]()
-        except (ValueError, ImportError, RuntimeError) as error:
-            skipped[variant.name] = " ".join(str(error).split())[:300]
-            runs.pop(variant.name, None)
-    values: dict[str, list[float]] = {name: [] for name in runs}
-    runs[STOCK]()
-    for _ in range(1 if measure == "memory" else rounds):
+            runs[name] = _run(model, measure, length, batch)
+            # The first run compiles, fills the allocator, and says what does not go.
+            values[name] = [runs[name]()] if measure == "memory" else []
+            if measure != "memory" and not is_warm:
+                runs[name]()
+        except (ValueError, ImportError, RuntimeError, MemoryError) as error:
+            skipped[f"{name}, {measure} {length}"] = _sentence(error)
+            runs.pop(name, None)
+            values.pop(name, None)
+    started = time.perf_counter()
+    for done in range(0 if measure == "memory" else rounds):
+        if done > 1 and time.perf_counter() - started > seconds:
+            break
         for name, run in runs.items():
             values[name].append(run())
-    base = values.pop(STOCK)
-    found = []
+    base = values.pop(STOCK, None)
+    found: list[Row] = []
+    if base is None:
+        return found
     for name, taken in values.items():
         ratios = sorted(a / b for a, b in zip(taken, base, strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        found.append(
-            Row(
-                name,
-                measure,
-                length,
-                statistics.median(ratios),
-                low,
-                high,
-                statistics.median(taken),
-                statistics.median(base),
-            )
-        )
+        median = statistics.median
+        found.append(Row(name, measure, length, median(ratios), low, high, median(taken), median(base), len(ratios)))
     return found
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _run(model: Any, measure: str, length: int, batch: int) -> Callable[[], float]:

@@ -26,6 +26,20 @@ BIASES: dict[str, dict[str, Any]] = {
     "disentangled, rank 32": {"type": "disentangled", "rank": 32},
 }
 GATES = (None, "head", "query", "score")
+# What is measured unless more is asked for: a line each of the targets, and what others do.
+CHOSEN = (
+    "NoPE",
+    "low rank 16",
+    "low rank 16, head gate",
+    "low rank 16, query gate",
+    "table",
+    "table, score gate",
+    "log",
+    "linear",
+    "disentangled, rank 32",
+    "others: rotation by 1 and 0",
+    "others: dense bias",
+)
 
 
 class Variant(NamedTuple):
@@ -35,17 +49,25 @@ class Variant(NamedTuple):
     settings: dict[str, Any] | None
     backend: str
 
+    @property
+    def is_chosen(self) -> bool:
+        return self.name.removesuffix(_suffix(self.backend)) in CHOSEN
+
 
 def variants(backends: tuple[str, ...] = ("sdpa",)) -> list[Variant]:
     found = []
     for backend in backends:
-        suffix = "" if backend == "sdpa" else f", {backend.removesuffix('_attention')}"
+        suffix = _suffix(backend)
         found.append(Variant(f"NoPE{suffix}", {}, backend))
         for name, bias in BIASES.items():
             for gate in GATES:
                 settings = {"position_bias": bias, "gate": gate and {"type": gate}}
                 found.append(Variant(name + (f", {gate} gate" if gate else "") + suffix, settings, backend))
     return [*found, Variant("others: rotation by 1 and 0", None, "sdpa"), Variant("others: dense bias", None, "sdpa")]
+
+
+def _suffix(backend: str) -> str:
+    return "" if backend == "sdpa" else f", {backend.removesuffix('_attention')}"
 
 
 def build(variant: Variant, stock: Any) -> Any:

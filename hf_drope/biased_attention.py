@@ -1,7 +1,7 @@
 """Attention with a position bias, a window or an attention scale, by way of the stock attention function.
 
-A bias that is a dot product widens the heads, for every backend alike. Any other one is a `score_mod` of flex attention, a
-kernel of our own on the CPU, or a mask, one block of queries at a time. This file travels with every checkpoint.
+A bias that is a dot product widens the heads, for every backend alike. Any other one is a `score_mod` of flex attention or a
+mask, one block of queries at a time. On the CPU a kernel of our own takes both. This file travels with every checkpoint.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from .attention_masks import hide, mask_bias, scale_queries, visible, window_mas
 from .block_bias_attention import attend_in_blocks
 from .disentangled_bias import DisentangledBias
 from .flex_attention_drope import flex_attention_with_bias, window_block_mask
-from .near_far_attention import fields_of, is_available, near_far_attention
 from .position_bias import LowRankBias, PositionBias, offsets, unfold_rows
 from .streamed_attention import streamed_attention
 
-# Queries per block of a bias split into a near and a far field.
-NEAR_FAR_BLOCK = 128
 # Queries per block of a window.
 WINDOW_BLOCK = 256
 # Fewer queries are better off with one call of the fused kernel.
@@ -75,7 +72,8 @@ def _attend(call: AttentionCall) -> Any:
         return _attend_low_rank(call)
     if call.implementation == "flex_attention":
         return flex_attention_with_bias(call)
-    if _has_own_kernel(call):
+    clipped = isinstance(position_bias.bias, DisentangledBias) and position_bias.bias.is_dense
+    if _has_own_kernel(call) and not clipped:
         return _attend_by_own_kernel(call)
     return attend_in_blocks(call)
 
@@ -145,20 +143,20 @@ def _attend_low_rank(call: AttentionCall) -> Any:
 
 
 def _attend_wider(call: AttentionCall) -> Any:
-    """Attention with queries and keys wider than values: fused kernels want one width, so values get zeros."""
+    """Attention with queries and keys wider than values: fused kernels want one width, so they get zeros."""
+    if _has_own_kernel(call):
+        return _stream(call)
     width = call.value.shape[-1]
     output, weights = call.run(value=nn.functional.pad(call.value, (0, call.key.shape[-1] - width)))
     return output[..., :width], weights
 
 
 def _has_own_kernel(call: AttentionCall) -> bool:
-    """Whether many queries at once meet a dense bias on the CPU, where a fused kernel with a mask is slow."""
-    position_bias: PositionBias = call.module.position_bias
+    """Whether many queries at once meet a bias on the CPU, where a fused kernel with a mask or with wider heads is slow."""
     return (
         call.implementation == "sdpa"
         and call.query.device.type == "cpu"
         and call.query.shape[2] >= OWN_KERNEL_QUERIES
-        and not isinstance(position_bias.bias, DisentangledBias)
         and not torch.compiler.is_compiling()
         and not call.kwargs.get("dropout")
         and all(call.kwargs.get(name) is None for name in ("softcap", "s_aux"))
@@ -170,26 +168,24 @@ def _has_own_kernel(call: AttentionCall) -> bool:
 def _attend_by_own_kernel(call: AttentionCall) -> Any:
     position_bias: PositionBias = call.module.position_bias
     bias: Any = position_bias.bias
-    gate: Any = position_bias.gate if position_bias.reads_scores else None
-    kind, queries, keys = call.query.device.type, call.query.shape[2], call.key.shape[2]
-    query, key, value = call.query, call.key, call.value
+    query, key, offset = call.query, call.key, call.offset
+    temperature = position_bias.gate.temperature if position_bias.reads_scores else None  # type: ignore[union-attr]
+    if isinstance(bias, DisentangledBias):
+        a, b = bias.terms_product(query, key, offset)
+        query, key = bias.content_product(query, key, offset)
+        call = call._replace(query=query, key=key)
+        return _stream(call, product=(a * call.scaling, b), temperature=temperature)
+    row = bias.values(offsets(query.shape[2], key.shape[2], offset, query.device))
+    factor = None if temperature is not None else position_bias.factor(None, call.position.hidden_states)
+    return _stream(call, row=row, factor=factor, temperature=temperature)
+
+
+def _stream(call: AttentionCall, **bias: Any) -> Any:
+    kind, states = call.query.device.type, (call.query, call.key, call.value)
     if torch.is_autocast_enabled(kind):
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    factor = None if gate is not None else position_bias.factor(None, call.position.hidden_states)
-    causal = call.mask is None and call.is_causal
-    if causal and gate is None and queries > NEAR_FAR_BLOCK and is_available(call.query):
-        fields = fields_of(bias, keys, NEAR_FAR_BLOCK, call.query.device)
-        output = near_far_attention(query, key, value, fields, factor, call.scaling)
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in states)
     else:
-        output = streamed_attention(
-            query,
-            key,
-            value,
-            bias.values(offsets(queries, keys, call.offset, call.query.device)),
-            scaling=call.scaling,
-            factor=factor,
-            temperature=None if gate is None else gate.temperature,
-            mask=call.mask,
-            causal=causal,
-        )
+        query, key, value = states
+    causal = call.mask is None and call.is_causal
+    output = streamed_attention(query, key, value, scaling=call.scaling, mask=call.mask, causal=causal, **bias)
     return output.transpose(1, 2).contiguous(), None

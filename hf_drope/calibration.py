@@ -33,12 +33,12 @@ from tqdm import tqdm
 
 from .attention_drope import rotary_pairs
 from .attention_masks import scale_queries
-from .disentangled_bias import RotaryPairs
 from .distill import as_source
 from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate
 from .modeling_drope import apply_drope
 from .output_descent import at_rest, descend_to_outputs
 from .position_bias import PositionBias
+from .rotary_pairs import RotaryPairs
 from .top_k_logits import evaluating
 
 LONGEST = 8192

@@ -28,13 +28,13 @@ TRAVELLING_FILES = (
     "attention_masks.py",
     "biased_attention.py",
     "block_bias_attention.py",
-    "near_far_attention.py",
     "streamed_attention.py",
     "flex_attention_drope.py",
     "position_bias.py",
     "gates.py",
     "disentangled_bias.py",
     "rotary_drope.py",
+    "rotary_pairs.py",
     "fp32_module.py",
 )
 _SUFFIX = "_drope"

@@ -262,7 +262,8 @@ def new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: l
         return {}
     import torch
 
-    from .position_bias import RotaryPairs, build_position_bias
+    from .position_bias import build_position_bias
+    from .rotary_pairs import RotaryPairs
 
     heads = first_of(config, "num_attention_heads", "n_head")
     groups = config.get("num_key_value_heads") or heads

@@ -23,59 +23,16 @@ and imports torch only.
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .fp32_module import Fp32Module, fill, fp32_parameter
 from .rotary_drope import RopeScale
+from .rotary_pairs import RotaryPairs, scaled_frequencies, turns
 
 TERMS = ("p2p", "c2p", "p2c")
-
-
-class RotaryPairs(NamedTuple):
-    """How a source rotates: pair r of its first 2n channels turns by `frequencies[r]` radians a token.
-
-    interleaved: pair r is the channels (2r, 2r + 1) and not (r, r + n); amplitude: factor on cos and sin (YaRN has one).
-    """
-
-    frequencies: tuple[float, ...]
-    interleaved: bool = False
-    amplitude: float = 1.0
-
-
-def scaled_frequencies(pairs: RotaryPairs, scaling: dict[str, Any] | None) -> list[float]:
-    """The frequencies of the position terms, stretched for contexts `factor` times as long.
-
-    linear (PI, arXiv 2306.15595): all divided by `factor`. ntk: a larger base, the fastest pair unchanged, the slowest
-    divided by `factor`. yarn (arXiv 2309.00071): divided where a pair turns less than `beta_slow` times in
-    `original_max_position_embeddings` tokens, unchanged above `beta_fast` turns, a ramp between; without YaRN's factor on
-    the scores, which is for content. clip leaves them as they are.
-    """
-    frequencies = list(pairs.frequencies)
-    kind = None if scaling is None else scaling["type"]
-    if scaling is None or kind == "clip":
-        return frequencies
-    factor, last = float(scaling["factor"]), max(len(frequencies) - 1, 1)
-    if kind == "linear":
-        return [frequency / factor for frequency in frequencies]
-    if kind == "ntk":
-        return [frequency * factor ** (-index / last) for index, frequency in enumerate(frequencies)]
-    fast, slow = scaling["beta_fast"], scaling["beta_slow"]
-    turns = [scaling["original_max_position_embeddings"] * frequency / (2 * math.pi) for frequency in frequencies]
-    # Linear in the pair's number, which is linear in the logarithm of its turns.
-    kept = [min(1.0, max(0.0, math.log(max(t, 1e-12) / slow) / math.log(fast / slow))) for t in turns]
-    return [f * share + f / factor * (1 - share) for f, share in zip(frequencies, kept, strict=True)]
-
-
-@functools.lru_cache(maxsize=8)
-def _turns(frequencies: tuple[float, ...], length: int, device: torch.device) -> Tensor:
-    """cos and sin of all frequencies at places 0 … length − 1: (length, 2 · pairs) in fp32, the same for every layer."""
-    angle = torch.arange(length, device=device)[:, None] * torch.tensor(frequencies, device=device)
-    return torch.cat([angle.cos(), angle.sin()], -1)
 
 
 class ContentRotation(RopeScale):
@@ -356,10 +313,10 @@ class DisentangledBias(Fp32Module):
             even, odd = a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
             angle = places.float()[:, None] * self.frequencies.float()
             cos, sin = angle.cos(), angle.sin()
-            turns = torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1) * self.source.amplitude**2
+            weights = torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1) * self.source.amplitude**2
             length = 1 << max(key.shape[-2] - 1, 1).bit_length()
-            table = _turns(self._frequencies, length, key.device)[: key.shape[-2]]
-            scores = scores + turns @ table.T
+            table = turns(self._frequencies, length, key.device)[: key.shape[-2]]
+            scores = scores + weights @ table.T
         return content, scores * strength
 
     def forward(
@@ -403,33 +360,52 @@ class DisentangledBias(Fp32Module):
         unused = self.key_mean.sum() if factor is None else self.key_mean.sum() + factor.sum()
         return 0.0 * unused
 
-    def content_scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
-        """The content part of the scores, complete and in fp32: (batch, heads, queries, keys), for gates that read it."""
+    def content_product(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the whole content part, with the term that is constant along the keys, which a gate reads.
+
+        In fp32: a (batch, heads, queries, n) and b (batch, key/value heads, keys, n).
+        """
         query, key = query.float(), key.float()
         query_mean, key_mean = self.means()
-        scores = self._products(*self.content(query, key, query_offset))
+        a, b = self.content(query, key, query_offset)
         centred = query - query_mean
         if self.content_rotation.state == "dropped":
             centred = centred - self._damped(centred, None)
-        key_mean = key_mean.repeat_interleave(self.num_heads // self.num_key_value_heads, 0)
-        return scores + (centred * key_mean).sum(-1, keepdim=True)
+        constant = (centred * self._spread(key_mean)).sum(-1, keepdim=True)
+        return torch.cat([a, constant], -1), torch.cat([b, torch.ones_like(b[..., :1])], -1)
+
+    def content_scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
+        """The content part of the scores, complete and in fp32: (batch, heads, queries, keys), for gates that read it."""
+        return self._products(*self.content_product(query, key, query_offset))
+
+    def terms_product(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        """`scores` as a product, for terms that are not clipped: a and b as in `content_product`."""
+        query, key = query.float(), key.float()
+        places, key_places = self._places(query, key, query_offset)
+        left, right = [query[..., :0]], [key[..., :0]]
+        for a, b in self._factors(query, key):
+            still = a * self._spread(self._in_terms())
+            a, b = (x.expand(len(query), -1, -1, -1) for x in (a, b))
+            left += [self._rotate(a, places), -still.expand(len(query), -1, -1, -1)]
+            right += [self._rotate(b, key_places), b]
+        return torch.cat(left, -1) * self.terms_scale, torch.cat(right, -1)
 
     def scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
         """Σ over terms of (R_Δ − 1), in fp32: (batch, heads, queries, keys); what a gate multiplies, before scaling."""
+        if not self.is_dense:
+            return self._products(*self.terms_product(query, key, query_offset))
         query, key = query.float(), key.float()
         places, key_places = self._places(query, key, query_offset)
-        total = query.new_zeros(())
+        total = query.new_zeros(query.shape[0], 1, 1, 1)
+        furthest = self.position_scaling["max_distance"]  # type: ignore[index]
         for a, b in self._factors(query, key):
             turned = self._products(self._rotate(a, places), self._rotate(b, key_places))
-            if self.position_scaling is not None and self.position_scaling["type"] == "clip":
-                furthest = self.position_scaling["max_distance"]
-                # As if every such key stood at 0 and every query at `furthest`.
-                far = self._products(
-                    self._rotate(a, torch.full_like(places, furthest)), self._rotate(b, torch.zeros_like(key_places))
-                )
-                turned = torch.where(key_places - places[:, None] < -furthest, far, turned)
-            still = self._products(a * self._spread(self._in_terms()), b)
-            total = total + turned - still
+            # As if every such key stood at 0 and every query at `furthest`.
+            far = self._products(
+                self._rotate(a, torch.full_like(places, furthest)), self._rotate(b, torch.zeros_like(key_places))
+            )
+            turned = torch.where(key_places - places[:, None] < -furthest, far, turned)
+            total = total + turned - self._products(a * self._spread(self._in_terms()), b)
         return total * self.terms_scale
 
     def _spread(self, per_key_head: Tensor) -> Tensor:

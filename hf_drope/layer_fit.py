@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .descent import descend
-from .disentangled_bias import RotaryPairs
 from .distance_fit import fit_by_distance, keep_in_range, share
+from .rotary_pairs import RotaryPairs
 
 # Queries of one window whose whole rows of scores are in memory at once.
 ROWS = 64

@@ -34,10 +34,10 @@ from .configuration_drope import (
     drope_config_class,
     stock_class_name,
 )
-from .disentangled_bias import RotaryPairs
 from .fp32_module import Fp32Module
 from .position_bias import PositionBias, build_position_bias
 from .rotary_drope import FadingRotaryEmbedding, RopeScale, fade_embedding
+from .rotary_pairs import RotaryPairs
 
 _ROTARY = "rotary_emb"
 _LEARNED_TABLE = "wpe"

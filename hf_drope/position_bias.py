@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .disentangled_bias import DisentangledBias, RotaryPairs
+from .disentangled_bias import DisentangledBias
 from .fp32_module import Fp32Module, fill, fp32_parameter
 from .gates import Gate, HeadGate, QueryGate, ScoreGate
+from .rotary_pairs import RotaryPairs
 
 SMALLEST_SLOPE = 1e-2
 
@@ -39,8 +40,6 @@ class RelativeBias(Fp32Module):
 
     # By name: a checkpoint has its own copy of these classes, which `isinstance` would not recognise.
     kind: str
-    # Distance from which on R is constant, or None for a bias that is smooth in the distance.
-    reach: int | None = None
 
     def __init__(self, num_heads: int, num_groups: int | None = None) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ class TableBias(RelativeBias):
         super().__init__(num_heads, num_groups)
         if max_distance < 1:
             raise ValueError(f"max_distance is {max_distance}; it has to be at least 1.")
-        self.max_distance = self.reach = max_distance
+        self.max_distance = max_distance
         self.num_buckets = num_buckets
         self.init_range, self.bidirectional = init_range, bidirectional
         self.weight = fp32_parameter(2 * max_distance - 1 if num_buckets is None else num_buckets, self.num_groups)

@@ -1,11 +1,11 @@
-"""Attention whose bias depends on the scores themselves, on the CPU: a few queries of one head at a time, in the cache.
+"""Attention on the CPU whose bias no fused kernel takes, or whose values are narrower than its keys.
 
-    softmax(s + g·R(j − i) + mask) v,    g = σ(s / T), or a number a query, or 1
+    softmax(s + g·B + mask) v,    B = R(j − i) or a_i·b_j or nothing,    g = σ(s / T), or a number a query, or 1
 
-No fused kernel takes a bias that is gated by the score. Here the scores of a block stay in the processor's cache while the
-gate, the bias (a strided view of one row of values), the mask and the softmax go over them, and nothing of a block is kept: the
-backward pass makes it anew. Memory grows linearly with length. This file travels with every
-checkpoint and imports torch only.
+Scores are made a few queries at a time, for all heads that share a key head at once, so that they stay in the processor's cache
+while gate, bias (a strided view of one row of values), mask and softmax go over them. Nothing of a block is kept: the backward
+pass makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the softmax are in the dtype
+of the values, as in the fused kernels. This file travels with every checkpoint and imports torch only.
 """
 
 from __future__ import annotations
@@ -16,40 +16,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Scores of a block, about what a core's second-level cache holds in fp32.
-_SCORES = 1 << 18
-_LEAST, _MOST = 32, 128
+# Rows of a block, over all heads of a group: products of fewer are slow. And the most scores of a block, for memory.
+_ROWS, _SCORES, _LEAST = 384, 1 << 22, 8
+# Scores of a block that more key heads join, and multiplications from which on oneDNN is worth its preparation.
+_SMALL, _LARGE = 1 << 20, 1 << 21
+_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def streamed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: Tensor,
     *,
     scaling: float,
+    row: Tensor | None = None,
+    product: tuple[Tensor, Tensor] | None = None,
     factor: Tensor | None = None,
     temperature: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention of queries (batch, heads, n, d), the last n positions, to keys and values (batch, key/value heads, m, d).
+    """Attention of queries (batch, heads, n, d), the last n positions, to keys (batch, key/value heads, m, d).
 
     Args:
+        value: (batch, key/value heads, m, e).
         row: R by ascending Δ = j − i, (heads, n + m − 1) in fp32.
+        product: in place of `row`, a (batch, heads, n, c) and b (batch, key/value heads, m, c).
         factor: g by query, broadcastable to (batch, heads, n, 1).
         temperature: T of the score gate; with it there is no `factor`.
         mask: bool (True is seen) or additive, broadcastable to (batch, heads, n, m).
         causal: hide keys after the query as well.
 
     Returns:
-        (batch, heads, n, d). Gradients go to queries, keys, values, `row` and `factor`.
+        (batch, heads, n, e). Gradients go to queries, keys, values, `row`, `product` and `factor`.
     """
+    a, b = (None, None) if product is None else product
+    inputs = (query, key, value, row, a, b, factor, temperature, mask, causal, scaling)
     # Autocast would turn the products to half precision; the scores are fp32 here.
     with torch.autocast(query.device.type, enabled=False):
-        if not torch.is_grad_enabled():
-            return _Stream(query, key, value, row, factor, temperature, mask, causal, scaling).output()
-        return _Streamed.apply(query, key, value, row, factor, temperature, mask, causal, scaling)
+        return _Streamed.apply(*inputs) if torch.is_grad_enabled() else _Stream(*inputs).output()
 
 
 class _Streamed(torch.autograd.Function):
@@ -69,146 +74,250 @@ class _Streamed(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    batch: int
-    head: int
+    """Some queries of the heads that share some key heads, and how many keys they may see."""
+
+    batches: slice
+    shared: slice
     rows: slice
     keys: int
 
+    @property
+    def queries(self) -> tuple[slice, ...]:
+        return self.batches, self.shared, slice(None), self.rows
+
+    @property
+    def seen(self) -> tuple[slice, ...]:
+        return self.batches, self.shared, slice(self.keys)
+
 
 class _Stream:
+    """What belongs to queries is held as (batch, key heads, heads that share one, queries, channels), keys and values as
+    (batch, key heads, keys, channels); a block of scores is (batch · key heads, heads that share one · rows, keys). Its last
+    query comes first: R(j − i) is then a view of one row of values, whose row r begins r places later.
+    """
+
     def __init__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        row: Tensor,
+        row: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
         factor: Tensor | None,
         temperature: Tensor | None,
         mask: Tensor | None,
         causal: bool,
         scaling: float,
     ) -> None:
-        self.dtype = query.dtype
+        self.temperature, self.causal, self.scaling = temperature, causal, scaling
+        self.batch, heads, self.queries, _ = query.shape
+        self.shared, self.keys = key.shape[1:3]
+        self.groups, self.dtype = heads // self.shared, query.dtype
+        # The products after the softmax are twice as fast in bf16 where the processor has instructions for it.
+        self.is_half = query.dtype == torch.bfloat16 and _has_bf16()
+        query = self._grouped(query)
+        self.half = (query, key, value) if self.is_half else (query.float(), key.float(), value.float())
         self.query, self.key, self.value = query.float(), key.float(), value.float()
-        self.row, self.temperature, self.mask, self.causal, self.scaling = row, temperature, mask, causal, scaling
-        batch, self.heads, self.queries, _ = query.shape
-        self.keys, self.groups = key.shape[2], self.heads // key.shape[1]
+        self.row = None if row is None else self._grouped(row[None])
+        self.a, self.b = (None if a is None else self._grouped(a.float())), (None if b is None else b.float())
         self.factor_shape: Any = None if factor is None else factor.shape
-        self.factor: Any = None if factor is None else factor.float().expand(batch, self.heads, self.queries, 1)
-        self.count = min(max(_SCORES // self.keys, _LEAST), _MOST)
-        self.buffer, self.gate, self.spare = query.new_empty(3, self.count * self.keys, dtype=torch.float32)
-        # Row r of the last columns of a causal block sees column c where c ≤ r.
-        self.future = torch.ones(self.count, self.count, dtype=torch.bool).triu(1)
+        self.factor: Any = None
+        if factor is not None:
+            self.factor = self._grouped(factor.float().expand(self.batch, heads, self.queries, 1))
+        self.mask: Any = None
+        if mask is not None:
+            self.mask = mask[:, :, None] if mask.shape[1] == 1 else self._grouped(mask)
+        rows = min(_ROWS, _SCORES // self.keys) // self.groups
+        self.count = max(1, min(max(rows, _LEAST), self.queries))
+        # Where queries are few, several key heads, or texts, at once.
+        self.pairs = max(1, _SMALL // (self.groups * self.count * self.keys))
+        self.buffers: dict[str, Tensor] = {}
+        # In a causal block row r is query count − 1 − r, which sees the last columns c up to its own.
+        self.future = torch.ones(self.count, self.count, dtype=torch.bool).triu(1).flip(0)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.shared, self.groups))
 
     def blocks(self) -> Iterator[_Block]:
-        past = self.keys - self.queries
-        for batch in range(self.query.shape[0]):
-            for head in range(self.heads):
+        texts, heads = max(1, self.pairs // self.shared), min(self.pairs, self.shared)
+        for batch in range(0, self.batch, texts):
+            batches = slice(batch, min(batch + texts, self.batch))
+            for head in range(0, self.shared, heads):
+                shared = slice(head, min(head + heads, self.shared))
                 for start in range(0, self.queries, self.count):
                     stop = min(start + self.count, self.queries)
-                    yield _Block(batch, head, slice(start, stop), past + stop if self.causal else self.keys)
+                    keys = self.keys - self.queries + stop if self.causal else self.keys
+                    yield _Block(batches, shared, slice(start, stop), keys)
 
-    def values(self, place: _Block) -> Tensor:
-        return self.value[place.batch, place.head // self.groups, : place.keys]
+    # Parts of tensors.
 
-    def keys_of(self, place: _Block) -> Tensor:
-        return self.key[place.batch, place.head // self.groups, : place.keys]
+    def _rows(self, x: Tensor, block: _Block) -> Tensor:
+        """What belongs to a block's queries: (batch · key heads, heads that share one · rows, channels)."""
+        return x[block.queries].flip(3).flatten(2, 3).flatten(0, 1)
 
-    def bias(self, place: _Block) -> Tensor:
-        """R of the block's rows and keys, a view: row r begins r places earlier in `row`."""
-        first = self.queries - place.rows.stop
-        count = place.rows.stop - place.rows.start
-        return self.row[place.head, first : first + count + place.keys - 1].unfold(0, place.keys, 1).flip(0)
+    @staticmethod
+    def _seen(x: Tensor, block: _Block) -> Tensor:
+        """What belongs to a block's keys: (batch · key heads, keys, channels)."""
+        return x[block.seen].flatten(0, 1)
 
-    def scores(self, place: _Block) -> Tensor:
-        """s + g·R + mask, in the buffer; a score gate's g is left in `gate`."""
-        count = place.rows.stop - place.rows.start
-        scores = self.buffer[: count * place.keys].view(count, place.keys)
-        query = self.query[place.batch, place.head, place.rows] * self.scaling
-        torch.mm(query, self.keys_of(place).T, out=scores)
-        bias = self.bias(place)
-        if self.temperature is not None:
-            gate = self.gate[: count * place.keys].view(count, place.keys)
+    def _by_head(self, x: Tensor, block: _Block) -> Tensor:
+        """The inverse of `_rows` but for the order: (batch, key heads, heads that share one, rows, channels)."""
+        heads = block.shared.stop - block.shared.start
+        return x.unflatten(1, (self.groups, -1)).unflatten(0, (-1, heads))
+
+    def _like(self, x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer of that name, shaped as a block; the blocks share it."""
+        if name not in self.buffers or self.buffers[name].numel() < x.numel():
+            self.buffers[name] = torch.empty(x.numel(), dtype=dtype)
+        return self.buffers[name][: x.numel()].view(x.shape)
+
+    def _halved(self, x: Tensor) -> Tensor:
+        return self._like(x, "half", torch.bfloat16).copy_(x) if self.is_half else x
+
+    def mask_of(self, block: _Block) -> Tensor | None:
+        if self.mask is None:
+            return None
+        batches = block.batches if len(self.mask) > 1 else slice(1)
+        shared = block.shared if self.mask.shape[1] > 1 else slice(1)
+        return self.mask[batches, shared, :, block.rows, : block.keys].flip(3)
+
+    # Forward.
+
+    def bias(self, block: _Block) -> Tensor | None:
+        """B, by head."""
+        if self.a is not None and self.b is not None:
+            self.products = self._by_head(_all_pairs(self._rows(self.a, block), self._seen(self.b, block)), block)
+            return self.products
+        if self.row is None:
+            return None
+        first = self.queries - block.rows.stop
+        count = block.rows.stop - block.rows.start
+        return self.row[:, block.shared, :, first : first + count + block.keys - 1].unfold(3, block.keys, 1)
+
+    def scores(self, block: _Block) -> Tensor:
+        """s + g·B + mask; a score gate's g is left in the buffer "gate"."""
+        scores = _all_pairs(self._rows(self.query, block) * self.scaling, self._seen(self.key, block))
+        by_head, bias = self._by_head(scores, block), self.bias(block)
+        if bias is not None and self.temperature is not None:
+            gate = self._like(scores, "gate")
             torch.sigmoid(torch.div(scores, self.temperature, out=gate), out=gate)
-            scores.addcmul_(gate, bias)
-        elif self.factor is not None:
-            scores.addcmul_(self.factor[place.batch, place.head, place.rows], bias)
-        else:
-            scores.add_(bias)
-        self._hide(scores, place)
+            by_head.addcmul_(self._by_head(gate, block), bias)
+        elif bias is not None and self.factor is not None:
+            by_head.addcmul_(self.factor[block.queries].flip(3), bias)
+        elif bias is not None:
+            by_head.add_(bias)
+        self._hide(by_head, block)
         return scores
 
-    def probability(self, place: _Block) -> Tensor:
-        """The softmax of `scores`, in a buffer of its own."""
-        scores = self.scores(place)
-        return torch.softmax(scores, -1, out=self.spare[: scores.numel()].view(scores.shape))
-
-    def output(self) -> Tensor:
-        output = torch.empty(self.query.shape, dtype=self.dtype)
-        for place in self.blocks():
-            output[place.batch, place.head, place.rows] = self.probability(place) @ self.values(place)
-        return output
-
-    def _hide(self, scores: Tensor, place: _Block) -> None:
+    def _hide(self, scores: Tensor, block: _Block) -> None:
         lowest = torch.finfo(torch.float32).min
         if self.causal:
-            count = len(scores)
-            scores[:, place.keys - count :].masked_fill_(self.future[:count, :count], lowest)
-        mask = self.mask_of(place)
+            count = scores.shape[3]
+            scores[..., block.keys - count :].masked_fill_(self.future[self.count - count :, :count], lowest)
+        mask = self.mask_of(block)
         if mask is not None and mask.dtype == torch.bool:
             scores.masked_fill_(~mask, lowest)
         elif mask is not None:
             hidden = mask <= torch.finfo(mask.dtype).min / 2
             scores.add_(mask.masked_fill(hidden, 0.0)).masked_fill_(hidden, lowest)
 
-    def mask_of(self, place: _Block) -> Tensor | None:
-        if self.mask is None:
-            return None
-        batch, head = min(place.batch, len(self.mask) - 1), min(place.head, self.mask.shape[1] - 1)
-        return self.mask[batch, head, place.rows, : place.keys]
+    def probability(self, block: _Block) -> Tensor:
+        """The softmax of `scores`, in a buffer of its own."""
+        scores = self.scores(block)
+        return torch.softmax(scores, -1, out=self._like(scores, "probability"))
+
+    def output(self) -> Tensor:
+        value = self.half[2]
+        output = value.new_empty(*self.query.shape[:4], value.shape[-1], dtype=self.dtype)
+        for block in self.blocks():
+            mixed = _product(self._halved(self.probability(block)), self._seen(value, block))
+            output[block.queries] = self._by_head(mixed, block).flip(3)
+        return output.flatten(1, 2)
+
+    # Backward.
 
     def gradients(self, gradient: Tensor, output: Tensor) -> tuple[Any, ...]:
-        gradient = gradient.float()
-        delta = (gradient * output.float()).sum(-1, keepdim=True)
-        by_query, by_key, by_value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
-        by_row = torch.zeros_like(self.row)
-        by_factor = None if self.factor is None else self.factor.new_zeros(self.factor.shape)
-        width = self.keys + self.count
-        skewed = self.row.new_empty(self.count * (width + 1))
-        for place in self.blocks():
-            b, h, rows, keys = place
-            kv = h // self.groups
-            probability = self.probability(place)
-            by_value[b, kv, :keys].addmm_(probability.T, gradient[b, h, rows])
-            inner = torch.mm(
-                gradient[b, h, rows],
-                self.values(place).T,
-                out=self.buffer[: probability.numel()].view(probability.shape),
-            )
-            inner.sub_(delta[b, h, rows]).mul_(probability)
-            count, bias, by_bias, mask = len(inner), self.bias(place), inner, self.mask_of(place)
-            if mask is not None:
-                # A query that sees nothing has all keys alike, and no bias.
-                hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-                by_bias = inner.masked_fill(hidden, 0.0)
-            # By R: each diagonal's sum. Rows of the second view are longer by one, which shifts row r left by r.
-            part = skewed.zero_()[: count * width].view(count, width)[:, count - 1 :][:, :keys]
-            diagonals = skewed[: count * (width + 1)].view(count, width + 1)
-            if self.temperature is not None:
-                gate = self.gate[: count * keys].view(count, keys)
-                torch.mul(gate, by_bias, out=part)
-                # dg/ds = g(1 − g) / T.
-                slope = gate.sub_(gate.square()).mul_(bias).div_(self.temperature)
-                inner.addcmul_(by_bias, slope)
-            elif by_factor is not None:
-                by_factor[b, h, rows] = (by_bias * bias).sum(-1, keepdim=True)
-                torch.mul(by_bias, self.factor[b, h, rows], out=part)
-            else:
-                part.copy_(by_bias)
-            first = self.queries - rows.stop
-            by_row[h, first : first + count + keys - 1] += diagonals[:, : count + keys - 1].sum(0)
-            by_query[b, h, rows] = inner @ self.keys_of(place) * self.scaling
-            by_key[b, kv, :keys].addmm_(inner.T, self.query[b, h, rows], alpha=self.scaling)
+        delta = self._grouped((gradient.float() * output.float()).sum(-1, keepdim=True))
+        states = (self.query, self.key, self.value, self.row, self.a, self.b, self.factor)
+        totals: list[Any] = [None if x is None else torch.zeros(x.shape) for x in states]
+        by_query, by_key, by_value, by_row, by_a, by_b, by_factor = totals
+        query, key, _ = self.half
+        gradient = self._grouped(gradient)
+        full, gradient = gradient.float(), gradient if self.is_half else gradient.float()
+        for block in self.blocks():
+            probability = self.probability(block)
+            self._add(by_value, block, self._halved(probability).mT, self._rows(gradient, block))
+            inner = _all_pairs(self._rows(full, block), self._seen(self.value, block))
+            inner.sub_(self._rows(delta, block)).mul_(probability)
+            bias = self.products if self.a is not None else self.bias(block)
+            if bias is not None:
+                by_bias = self._gradient_of_bias(inner, bias, block, by_factor)
+                if by_row is not None:
+                    first = self.queries - block.rows.stop
+                    diagonals = self._sum_of_diagonals(by_bias)
+                    by_row[0, block.shared, :, first : first + diagonals.shape[-1]] += diagonals
+                elif self.a is not None and self.b is not None:
+                    by_bias = by_bias.flatten(2, 3).flatten(0, 1)
+                    by_a[block.queries] = self._by_head(_product(by_bias, self._seen(self.b, block)), block).flip(3)
+                    self._add(by_b, block, by_bias.mT, self._rows(self.a, block))
+            inner = self._halved(inner)
+            product = _product(inner, self._seen(key, block)).float() * self.scaling
+            by_query[block.queries] = self._by_head(product, block).flip(3)
+            self._add(by_key, block, inner.mT, self._rows(query, block), self.scaling)
+        by_query, by_row, by_a = (None if x is None else x.flatten(1, 2) for x in (by_query, by_row, by_a))
+        by_row = None if by_row is None else by_row[0]
         if by_factor is not None:
-            by_factor = by_factor.sum_to_size(self.factor_shape)
-        return by_query, by_key, by_value, by_row, by_factor
+            by_factor = by_factor.flatten(1, 2).sum_to_size(self.factor_shape)
+        return by_query, by_key, by_value, by_row, by_a, by_b, by_factor
+
+    def _add(self, total: Tensor, block: _Block, a: Tensor, b: Tensor, scaling: float = 1.0) -> None:
+        """Add a product, what the block's keys get, to the sum over all blocks."""
+        part = total[block.seen]
+        part.add_(_product(a, b).view(part.shape), alpha=scaling)
+
+    def _gradient_of_bias(self, inner: Tensor, bias: Tensor, block: _Block, by_factor: Any) -> Tensor:
+        """The gradient by B, by head; that of the scores, `inner`, gets what the gate adds to it, `by_factor` its own."""
+        scores, mask = self._by_head(inner, block), self.mask_of(block)
+        by_bias, free = scores, self._by_head(self._like(inner, "probability"), block)
+        if mask is not None:
+            # A query that sees nothing has all keys alike, and no bias.
+            hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+            by_bias = scores.masked_fill(hidden, 0.0)
+        if self.temperature is not None:
+            gate = self._by_head(self._like(inner, "gate"), block)
+            gated = torch.mul(gate, by_bias, out=free)
+            # dg/ds = g(1 − g) / T.
+            slope = gate.sub_(gate.square()).mul_(bias).div_(self.temperature)
+            scores.addcmul_(by_bias, slope)
+            return gated
+        if self.factor is not None:
+            by_factor[block.queries] = (by_bias * bias).sum(-1, keepdim=True).flip(3)
+            return torch.mul(by_bias, self.factor[block.queries].flip(3), out=free)
+        return by_bias
+
+    def _sum_of_diagonals(self, by_bias: Tensor) -> Tensor:
+        """By R: (batch, key heads, heads that share one, rows, keys) → (key heads, heads that share one, rows + keys − 1)."""
+        count, width = by_bias.shape[-2], sum(by_bias.shape[-2:])
+        # Rows that are shorter by one shift row r right by r.
+        skewed = torch.nn.functional.pad(by_bias, (0, count)).flatten(-2)[..., : count * (width - 1)]
+        return skewed.unflatten(-1, (count, width - 1)).sum((0, -2))
+
+
+def _has_bf16() -> bool:
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and bool(supported())
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a·b of matrices (p, n, k) and (p, k, m)."""
+    return (a[0] @ b[0])[None] if len(a) == 1 else torch.bmm(a, b)
+
+
+def _all_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """The products of all rows of a (p, n, c) with those of b (p, m, c), in fp32: (p, n, m)."""
+    large = len(a) == 1 and a.shape[1] * b.shape[1] * a.shape[2] > _LARGE
+    if _linear is None or not large:
+        return _product(a, b.mT)
+    # Of this shape oneDNN's product is up to twice as fast as that behind `@`.
+    return _linear(a[0], b[0], None, "none", [], "")[None]

@@ -15,8 +15,8 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
-    {"configuration_drope", "fp32_module", "hardware", "rotary_drope"},
-    {"disentangled_bias", "gates", "near_far_attention", "streamed_attention"},
+    {"configuration_drope", "fp32_module", "hardware", "rotary_drope", "rotary_pairs"},
+    {"disentangled_bias", "gates", "streamed_attention"},
     {"position_bias"},
     {"attention_call", "attention_masks"},
     {"attention_backends", "block_bias_attention", "flex_attention_drope"},

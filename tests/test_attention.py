@@ -10,7 +10,7 @@ import torch
 import transformers
 from reference import Recorder, randomise_position
 from tiny import random_ids, tiny_config, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_drope import (
     DroPEParameters,
@@ -570,6 +570,57 @@ def test_beams_and_prompt_lookup_agree_with_uncached_decoding(bias):
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), greedy)
     beams = generate(model, ids, num_beams=3, use_cache=False)
     assert torch.equal(generate(model, ids, num_beams=3), beams)
+
+
+COMPILED = {
+    **BIASES,
+    "log": {"position_bias": {"type": "log"}},
+    "window": {**BIASES["table"], "window": 5},
+    "disentangled": {"position_bias": {"type": "disentangled"}},
+    "scale": {"attention_scale": {"coefficient": 0.5, "original_max_position_embeddings": 4}},
+}
+
+
+@pytest.fixture
+def graphs():
+    """The graphs that `torch.compile(backend=graphs.compile)` makes."""
+
+    class Graphs(list):
+        def compile(self, graph, inputs):
+            self.append(graph)
+            return graph.forward
+
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_decoding_with_a_static_cache_is_one_graph(name, graphs):
+    model, ids = build(COMPILED[name]), random_ids(2, 16)
+    expected = logits(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    found = [logits(model, ids[:, :8], past_key_values=cache)]
+    compiled = torch.compile(model, fullgraph=True, backend=graphs.compile)
+    for step in range(8, 16):
+        with torch.no_grad():
+            found.append(compiled(ids[:, step : step + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["table_score", "table_query", "low_rank"])
+def test_fading_and_cooling_do_not_recompile(name, graphs):
+    model, ids = build(COMPILED[name]), random_ids(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs.compile)
+    for rope_scale, temperature in ((0.9, 1.0), (0.6, 0.5), (0.2, 0.2)):
+        model.set_rope_scale(rope_scale)
+        if "gate" in COMPILED[name]:
+            model.set_gate_temperature(temperature)
+        with torch.no_grad():
+            found = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(found, logits(model, ids), atol=1e-4, rtol=1e-4)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, BIASES["low_rank"], BIASES["table"]], ids=str)

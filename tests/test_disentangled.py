@@ -26,9 +26,10 @@ from hf_drope import (
 )
 from hf_drope.attention_drope import rotary_pairs
 from hf_drope.configuration_drope import auto_map
-from hf_drope.disentangled_bias import DisentangledBias, RotaryPairs, scaled_frequencies
+from hf_drope.disentangled_bias import DisentangledBias
 from hf_drope.gates import HeadGate
 from hf_drope.position_bias import PositionBias
+from hf_drope.rotary_pairs import RotaryPairs, scaled_frequencies
 
 PRESET = DroPEParameters.preset("disentangled")
 ROTARY = [family for family in FAMILIES if family != "gpt2"]

@@ -1,4 +1,4 @@
-"""The kernel for score gates and masks against dense attention in float64, gradients included."""
+"""The kernel for biases and wide heads on the CPU against dense attention in float64, gradients included."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import build
+from test_attention import build, logits, stepwise
 from tiny import random_ids
 from torch.profiler import ProfilerActivity, profile
 
-from hf_drope import biased_attention, streamed_attention
+from hf_drope import streamed_attention
 
 HEADS, KEY_HEADS, WIDTH, SCALING, TEMPERATURE = 4, 2, 16, 0.25, 0.7
 LOWEST = torch.finfo(torch.float32).min
@@ -19,7 +19,9 @@ LOWEST = torch.finfo(torch.float32).min
 @pytest.fixture
 def several_blocks(monkeypatch):
     monkeypatch.setattr(streamed_attention, "_SCORES", 1 << 10)
-    monkeypatch.setattr(streamed_attention, "_LEAST", 8)
+    monkeypatch.setattr(streamed_attention, "_LEAST", 4)
+    monkeypatch.setattr(streamed_attention, "_SMALL", 1)
+    monkeypatch.setattr(streamed_attention, "_LARGE", 1)
 
 
 def make_mask(kind: str | None, queries: int, keys: int) -> Any:
@@ -59,8 +61,9 @@ def check(
     given = [x.requires_grad_() for x in given]
     mask = make_mask(kind, queries, keys)
     output = streamed_attention.streamed_attention(
-        *given[:4],
+        *given[:3],
         scaling=SCALING,
+        row=given[3],
         factor=given[4] if len(given) > 4 else None,
         temperature=torch.tensor(TEMPERATURE) if gate == "score" else None,
         mask=mask,
@@ -76,6 +79,50 @@ def check(
 
 
 @pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("mask", [None, "bool"])
+@pytest.mark.parametrize("temperature", [None, TEMPERATURE])
+def test_a_bias_may_be_a_product_and_values_narrow(temperature, mask):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [
+        (2, HEADS, 70, 24),
+        (2, KEY_HEADS, 70, 24),
+        (2, KEY_HEADS, 70, 8),
+        (2, HEADS, 70, 5),
+        (2, KEY_HEADS, 70, 5),
+    ]
+    given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    gate = None if temperature is None else torch.tensor(temperature)
+    seen = make_mask(mask, 70, 70)
+    query, key, value, a, b = given
+    output = streamed_attention.streamed_attention(
+        query, key, value, scaling=SCALING, product=(a, b), temperature=gate, mask=seen
+    )
+    double = [x.detach().double().requires_grad_() for x in given]
+    query, key, value, a, b = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in double)
+    scores, bias = query @ key.transpose(-1, -2) * SCALING, a @ b.transpose(-1, -2)
+    scores = scores + (bias if temperature is None else bias * (scores / temperature).sigmoid())
+    hidden = torch.ones(70, 70, dtype=torch.bool).triu(1)
+    hidden = hidden if seen is None else hidden | ~seen
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    weight = torch.randn(expected.shape, generator=generator)
+    got = [output, *torch.autograd.grad((output * weight).sum(), given)]
+    wanted = [expected, *torch.autograd.grad((expected * weight).sum(), double)]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max().clamp(min=1.0)
+
+
+def test_without_the_products_of_onednn_it_is_the_same(monkeypatch):
+    monkeypatch.setattr(streamed_attention, "_linear", None)
+    check(70, 90, "score", "bool", True, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_half_precision_with_and_without_instructions_for_it(half, monkeypatch):
+    monkeypatch.setattr(streamed_attention, "_has_bf16", lambda: half)
+    check(70, 70, "query", None, True, torch.bfloat16, 2e-2)
+
+
+@pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize("mask", [None, "bool", "additive"])
 @pytest.mark.parametrize("gate", [None, "head", "query", "score"])
 def test_the_stream_is_dense_attention(gate, mask):
@@ -86,6 +133,14 @@ def test_the_stream_is_dense_attention(gate, mask):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (30, 70), (8, 8), (9, 9)])
 def test_lengths_and_offsets_that_fill_no_block(queries, keys):
     check(queries, keys, "score", None, True, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 4, 9])
+@pytest.mark.parametrize(("gate", "mask"), [("score", None), ("query", "bool"), (None, "additive")])
+def test_key_heads_and_texts_together_or_apart(gate, mask, pairs, monkeypatch):
+    monkeypatch.setattr(streamed_attention, "_ROWS", 16)
+    monkeypatch.setattr(streamed_attention, "_SMALL", pairs * 16 * 40)
+    check(30, 40, gate, mask, True, torch.float32, 1e-5)
 
 
 @pytest.mark.usefixtures("several_blocks")
@@ -101,10 +156,21 @@ def test_half_precision_is_near_dense_attention(gate):
 
 
 SETTINGS: dict[str, Any] = {
+    "table": {"position_bias": {"type": "table", "max_distance": 12}},
+    "buckets": {"position_bias": {"type": "table", "max_distance": 12, "num_buckets": 6}, "gate": {"type": "head"}},
+    "log": {"position_bias": {"type": "log"}, "gate": {"type": "query"}},
+    "linear": {"position_bias": {"type": "linear", "learned": True, "share": "kv_group"}},
+    "low rank": {"position_bias": {"type": "low_rank", "rank": 4}, "gate": {"type": "query"}},
+    "disentangled": {"position_bias": {"type": "disentangled"}, "gate": {"type": "head"}},
+    "disentangled, RoPE left": {"position_bias": {"type": "disentangled", "rank": 4}, "rope_scale": 0.5},
+    "disentangled score": {"position_bias": {"type": "disentangled"}, "gate": {"type": "score"}},
+    "disentangled score, RoPE left": {
+        "position_bias": {"type": "disentangled", "rank": 4, "terms": ["p2c"]},
+        "gate": {"type": "score"},
+        "rope_scale": 0.5,
+    },
     "score": {"position_bias": {"type": "log"}, "gate": {"type": "score"}},
     "low rank score": {"position_bias": {"type": "low_rank", "rank": 4}, "gate": {"type": "score"}},
-    "table": {"position_bias": {"type": "table", "max_distance": 12}},
-    "table query": {"position_bias": {"type": "table", "max_distance": 12}, "gate": {"type": "query"}},
     "window": {"position_bias": {"type": "table", "max_distance": 12}, "window": 9},
 }
 
@@ -119,7 +185,9 @@ def test_a_model_agrees_with_eager(name, padding):
     labels = ids.masked_fill(mask == 0, -100)
     for backend in ("sdpa", "eager"):
         model = build(SETTINGS[name], backend=backend)
-        output = model(ids, attention_mask=mask if padding else None, labels=labels)
+        with profile() as trace:
+            output = model(ids, attention_mask=mask if padding else None, labels=labels)
+        assert ("_Streamed" in {event.key for event in trace.key_averages()}) == (backend == "sdpa")
         results[backend] = [
             output.logits[mask.bool()],
             *torch.autograd.grad(output.loss, [p for p in model.parameters() if p.requires_grad]),
@@ -131,9 +199,8 @@ def test_a_model_agrees_with_eager(name, padding):
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_matrix_of_queries_by_keys_is_made(name, padding, monkeypatch):
-    monkeypatch.setattr(streamed_attention, "_MOST", 32)
+    monkeypatch.setattr(streamed_attention, "_ROWS", 32)
     length = 1024
-    monkeypatch.setattr(biased_attention, "NEAR_FAR_BLOCK", 32)
     model, ids = build(SETTINGS[name], max_position_embeddings=length), random_ids(1, length)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -141,3 +208,19 @@ def test_no_matrix_of_queries_by_keys_is_made(name, padding, monkeypatch):
         model(ids, attention_mask=mask if padding else None, labels=ids).loss.backward()
     # A mask is one byte a pair and head of 1.
     assert max(event.cpu_memory_usage for event in trace.events()) < 2 * length * length
+
+
+@pytest.mark.parametrize("kind", ["log", "low_rank", "disentangled"])
+def test_chunked_prefill_equals_full_forward(kind):
+    model, ids = build({"position_bias": {"type": kind}}), random_ids(1, 80)
+    torch.testing.assert_close(stepwise(model, ids, (37, 40)), logits(model, ids), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["log", "disentangled"])
+def test_autocast_takes_this_way(kind):
+    model, ids = build({"position_bias": {"type": kind}}), random_ids(2, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert abs(loss - model(ids, labels=ids).loss) < 0.05
+    assert all(p.grad.isfinite().all() for p in model.parameters())
