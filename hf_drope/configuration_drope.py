@@ -31,6 +31,7 @@ TRAVELLING_FILES = (
     "streamed_attention.py",
     "flex_attention_drope.py",
     "position_bias.py",
+    "position_shapes.py",
     "gates.py",
     "disentangled_bias.py",
     "rotary_drope.py",

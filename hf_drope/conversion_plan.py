@@ -23,6 +23,7 @@ from .configuration_drope import (
     drope_class_name,
     drope_model_type,
 )
+from .position_shapes import position_shapes
 
 RECORD = "drope_conversion.json"
 SEED = 0
@@ -68,7 +69,11 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion will do. `dropped` and `left_out` map a name to the reason, `added` a key to its shape."""
+    """What a conversion will do.
+
+    `dropped` and `left_out` map a name to the reason, `added` a key to its shape; `attentions` are the key prefixes of the
+    layers' attention modules, `sizes` what the new shapes follow from, empty where there are none.
+    """
 
     source: Path
     parameters: DroPEParameters
@@ -80,6 +85,8 @@ class ConversionPlan:
     copied: tuple[str, ...]
     left_out: dict[str, str]
     is_safetensors: bool
+    attentions: tuple[str, ...]
+    sizes: dict[str, int]
 
     @property
     def bytes(self) -> int:
@@ -168,7 +175,8 @@ def plan_conversion(
     if not weights.is_safetensors and config.get("tie_word_embeddings", config["model_type"] == "gpt2"):
         tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
         dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
-    added = new_tensors(config, settings, attentions)
+    sizes = sizes_of(config) if settings.position_bias is not None or settings.qk_norm is not None else {}
+    added = new_shapes(settings, sizes, attentions) if sizes else {}
     clash = next((name for name in added if name in weights.tensors), None)
     if clash is not None:
         raise ConversionError(f"{source.name} already holds {clash}, which this conversion would add.")
@@ -181,7 +189,9 @@ def plan_conversion(
         shards=shards,
         extra_shard=extra,
         dropped=dropped,
-        added={name: list(tensor.shape) for name, tensor in added.items()},
+        added=added,
+        attentions=tuple(attentions),
+        sizes=sizes,
         copied=copied,
         left_out=left_out,
         is_safetensors=weights.is_safetensors,
@@ -256,15 +266,17 @@ def _shares_storage(weights: checkpoint.Checkpoint, name: str) -> bool:
     return any(other.data_ptr() == state[name].data_ptr() for key, other in state.items() if key != name)
 
 
-def new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: list[str]) -> dict[str, Any]:
-    """The position parameters that the converted model has and its source lacks, at their initial values in fp32."""
-    if settings.position_bias is None and settings.qk_norm is None:
-        return {}
-    import torch
+def new_shapes(settings: DroPEParameters, sizes: dict[str, int], attentions: list[str]) -> dict[str, list[int]]:
+    """The position parameters that the converted model has and its source lacks."""
+    found: dict[str, list[int]] = {}
+    for index, prefix in enumerate(attentions):
+        shapes = position_shapes(settings, **sizes, keeps_rope=index in (settings.rope_layers or ()))
+        found.update({f"{prefix}.{name}": shape for name, shape in shapes.items()})
+    return found
 
-    from .position_bias import build_position_bias
-    from .rotary_pairs import RotaryPairs
 
+def sizes_of(config: dict[str, Any]) -> dict[str, int]:
+    """What the shapes of position parameters follow from, as `position_shapes` takes it."""
     heads = first_of(config, "num_attention_heads", "n_head")
     groups = config.get("num_key_value_heads") or heads
     hidden = first_of(config, "hidden_size", "n_embd")
@@ -274,26 +286,42 @@ def new_tensors(config: dict[str, Any], settings: DroPEParameters, attentions: l
             "a position bias needs all three as whole numbers."
         )
     head_dim = config.get("head_dim") or hidden // heads
+    return {
+        "heads": heads,
+        "groups": groups,
+        "hidden_size": hidden,
+        "head_dim": head_dim,
+        "rotated": _rotated_channels(config, head_dim) // 2 * 2,
+    }
+
+
+def new_tensors(plan: ConversionPlan) -> dict[str, Any]:
+    """`plan.added` at their initial values, in fp32."""
+    import torch
+
+    from .position_bias import build_position_bias
+    from .rotary_pairs import RotaryPairs
+
+    settings, sizes = plan.parameters, plan.sizes
     # Here for their number alone: a model makes the frequencies anew when it is loaded.
-    rotary = RotaryPairs((1.0,) * (_rotated_channels(config, head_dim) // 2))
+    rotary = RotaryPairs((1.0,) * (sizes["rotated"] // 2)) if sizes["rotated"] else None
     tensors: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        for index, prefix in enumerate(attentions):
+        for index, prefix in enumerate(plan.attentions):
             bias = build_position_bias(
                 settings,
-                num_heads=heads,
-                num_key_value_heads=groups,
-                hidden_size=hidden,
-                head_dim=head_dim,
-                rotary=rotary if rotary.frequencies else None,
+                num_heads=sizes["heads"],
+                num_key_value_heads=sizes["groups"],
+                hidden_size=sizes["hidden_size"],
+                head_dim=sizes["head_dim"],
+                rotary=rotary,
                 keeps_rope=index in (settings.rope_layers or ()),
             )
             if bias is not None:
                 tensors.update({f"{prefix}.position_bias.{name}": value for name, value in bias.state_dict().items()})
-            for which, size in (("q", heads * head_dim), ("k", groups * head_dim)):
-                if which in (settings.qk_norm or ""):
-                    tensors[f"{prefix}.qk_norm.{which}_norm.weight"] = torch.ones(size)
+            norms = (name for name in plan.added if name.startswith(f"{prefix}.qk_norm."))
+            tensors.update({name: torch.ones(plan.added[name]) for name in norms})
     return tensors
 
 

@@ -27,7 +27,6 @@ from .conversion_plan import (
     SEED,
     ConversionError,
     ConversionPlan,
-    attention_prefixes,
     first_of,
     new_tensors,
     quantised_key,
@@ -118,9 +117,7 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
                 total += shard.bytes
             weight_map.update(dict.fromkeys(names, shard.target))
         if plan.extra_shard is not None:
-            _, config = read_source(plan.source)
-            weights = checkpoint.read_checkpoint(plan.source)
-            new = new_tensors(config, plan.parameters, attention_prefixes(config, weights.tensors))
+            new = new_tensors(plan)
             checkpoint_writing.write_tensors(new, work / plan.extra_shard, bar.update)
             weight_map.update(dict.fromkeys(new, plan.extra_shard))
             total += sum(tensor.numel() * 4 for tensor in new.values())

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .fp32_module import Fp32Module, fill, fp32_parameter
+from .position_shapes import check_rotation
 from .rotary_drope import RopeScale
 from .rotary_pairs import RotaryPairs, scaled_frequencies, turns
 
@@ -89,10 +90,7 @@ class DisentangledBias(Fp32Module):
         self.position_scaling, self.rope_fade = position_scaling, rope_fade
         self._frequencies = tuple(scaled_frequencies(pairs, position_scaling))
         self.source, self.rotated = pairs, 2 * len(pairs.frequencies)
-        if rank is not None and rank > self.rotated:
-            raise ValueError(
-                f"rank is {rank}; it has to be at most {self.rotated}, the channels that RoPE rotates here."
-            )
+        check_rotation({"type": "disentangled", "rank": rank}, self.rotated)
         query_groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[share]
         key_groups = 1 if share == "layer" else num_key_value_heads
         self.query_mean = fp32_parameter(query_groups, head_dim)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .disentangled_bias import DisentangledBias
 from .fp32_module import Fp32Module, fill, fp32_parameter
 from .gates import Gate, HeadGate, QueryGate, ScoreGate
+from .position_shapes import check_rotation
 from .rotary_pairs import RotaryPairs
 
 SMALLEST_SLOPE = 1e-2
@@ -340,15 +341,12 @@ def build_position_bias(
     kind = settings.pop("type")
     bias: RelativeBias | DisentangledBias
     if kind == "disentangled":
-        if rotary is None or head_dim is None:
-            raise ValueError(
-                "position_bias.type 'disentangled' takes RoPE apart and this model has none; use 'table', 'log', 'linear' "
-                "or 'low_rank'."
-            )
+        pairs: Any = rotary
+        check_rotation(parameters.position_bias, 0 if pairs is None else 2 * len(pairs.frequencies))
         if keeps_rope:
             return None
         settings |= {"rope_scale": parameters.rope_scale, "rope_fade": parameters.rope_fade}
-        bias = DisentangledBias(num_heads, num_key_value_heads, head_dim, rotary, **settings)
+        bias = DisentangledBias(num_heads, num_key_value_heads, head_dim or 0, pairs, **settings)
     else:
         groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[settings.pop("share")]
         bias = _BIASES[kind](num_heads, num_groups=groups, **settings)

@@ -15,7 +15,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
-    {"configuration_drope", "fp32_module", "hardware", "rotary_drope", "rotary_pairs"},
+    {"configuration_drope", "fp32_module", "hardware", "position_shapes", "rotary_drope", "rotary_pairs"},
     {"disentangled_bias", "gates", "streamed_attention"},
     {"position_bias"},
     {"attention_call", "attention_masks"},
@@ -38,7 +38,7 @@ FLOORS = [
     {"cli"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
-LIGHT = {"configuration_drope", "schedule", "model_card", "text", "cli"} | {
+LIGHT = {"configuration_drope", "position_shapes", "schedule", "model_card", "text", "cli"} | {
     "checkpoint",
     "checkpoint_writing",
     "new_folder",

@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drope import (
     DroPEParameters,
+    apply_drope,
     checkpoint,
     checkpoint_writing,
     convert_checkpoint,
@@ -29,6 +30,7 @@ from hf_drope import (
     verify_checkpoint,
 )
 from hf_drope.configuration_drope import PRESETS, TRAVELLING_FILES
+from hf_drope.conversion_plan import new_tensors
 
 
 def convert(source: Path, target: Path, preset: str = "nope", **overrides) -> Path:
@@ -201,6 +203,35 @@ def test_output_shards_always_say_their_format(metadata, tmp_path):
     convert(tmp_path / "src", tmp_path / "dst", "drope")
     for path in (tmp_path / "dst").glob("*.safetensors"):
         assert checkpoint.read_shard(path).metadata["format"] == "pt"
+
+
+SHAPED = [
+    {"position_bias": {"type": "table", "max_distance": 6, "share": "layer"}, "gate": {"type": "head"}},
+    {
+        "position_bias": {"type": "table", "max_distance": 6, "num_buckets": 4},
+        "gate": {"type": "head", "exponential": False},
+    },
+    {"position_bias": {"type": "log", "bidirectional": True}, "gate": {"type": "query"}},
+    {"position_bias": {"type": "linear"}, "gate": {"type": "score"}},
+    {"position_bias": {"type": "linear", "learned": True, "share": "kv_group"}},
+    {"position_bias": {"type": "low_rank", "rank": 4}, "qk_norm": "qk"},
+    {"position_bias": {"type": "disentangled", "rank": 2}, "rope_layers": [1]},
+    {"position_bias": {"type": "disentangled", "share": "layer", "content": "identity"}},
+    {"position_bias": {"type": "disentangled", "share": "kv_group"}, "qk_norm": "k"},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gptj"])
+@pytest.mark.parametrize("settings", SHAPED, ids=str)
+def test_a_plan_knows_the_shapes_without_making_the_tensors(settings, family, tmp_path):
+    if family != "llama":
+        settings = {key: value for key, value in settings.items() if key != "qk_norm"}
+    model = write_source(tmp_path, family)
+    plan = plan_conversion(tmp_path, DroPEParameters.from_dict(settings))
+    made = new_tensors(plan)
+    assert {name: list(tensor.shape) for name, tensor in made.items()} == plan.added
+    apply_drope(model, DroPEParameters.from_dict(settings))
+    assert set(made) == {name for name in model.state_dict() if "position_bias" in name or "qk_norm" in name}
 
 
 def test_padded_vocabulary_stays(tmp_path):
