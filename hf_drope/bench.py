@@ -20,7 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaCo
 from .bench_report import Row
 from .bench_variants import STOCK, Variant, build, variants
 
-MEASURES = ("prefill", "decode", "train", "memory")
+# "memory" is the peak of a prefill with the weights, "train-memory" that of a training step, "attention-memory" what one
+# attention layer adds by itself.
+MEASURES = ("prefill", "memory", "decode", "train", "train-memory", "attention", "attention-memory")
+USUAL_MEASURES = ("prefill", "memory", "decode", "train")
+_PEAKS = {"memory": "prefill", "train-memory": "train", "attention-memory": "attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STATUS = Path("/proc/self/status")
 _DECODED = 8
@@ -69,7 +73,7 @@ def bench(
     model: str | Path | None = None,
     *,
     lengths: Sequence[int] = (1024, 4096, 16384),
-    measures: Sequence[str] = MEASURES,
+    measures: Sequence[str] = USUAL_MEASURES,
     only: Sequence[str] | None = None,
     every: bool = False,
     backends: Sequence[str] = ("sdpa",),
@@ -87,9 +91,11 @@ def bench(
     Args:
         model: a folder with a `config.json`, or the file; default a small Llama. Weights are random.
         lengths: tokens: of a prefill, in the cache while decoding, of a training sequence.
-        measures: some of "prefill", "decode" (a step with a cache of that length), "train" (forward and backward), "memory"
-            (weights and peak growth in a prefill).
-        only: beginnings of variant names; default one of each kind, or with `every` all.
+        measures: some of "prefill", "decode" (a step with a cache of that length), "train" (forward and backward), "attention"
+            (one attention module by itself), and "memory", "train-memory", "attention-memory", the peaks in bytes of a
+            prefill and a training step, weights included, and of the attention module.
+        only: variant names, or where no variant has that name, beginnings of names; default one of each kind, or with
+            `every` all.
         backends: attention implementations of ours to measure.
         stock_backend: attention implementation of the model that they are measured against.
         rounds: ratios whose median is reported; fewer, but two, where they take more than `seconds` for a few variants.
@@ -103,26 +109,19 @@ def bench(
     """
     _check(lengths, measures, dtype, device, rounds, batch_size)
     config = load_config(model)
-    chosen = [
-        v
-        for v in variants(tuple(backends))
-        if (v.name.startswith(tuple(only)) if only is not None else every or v.is_chosen)
-    ]
-    if not chosen:
-        names = ", ".join(sorted({v.name for v in variants(tuple(backends))}))
-        raise ValueError(f"No variant begins with {' or '.join(map(repr, only or ()))}; there are {names}.")
+    chosen = _choose(variants(tuple(backends)), only, every)
     place, kind = torch.device(device), DTYPES[dtype]
     _check_memory(config, lengths, measures, kind, place, batch_size, longest_training)
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=stock_backend).to(place).eval()
     rows: list[Row] = []
     skipped: dict[str, str] = {}
-    # Memory first: its pass warms the others up.
+    # Memory first: its pass warms the other up.
     plan = [
         (length, measure)
         for length in lengths
-        for measure in sorted(measures, key=lambda name: name != "memory")
-        if measure != "train" or length <= longest_training
+        for measure in sorted(measures, key=lambda name: name not in _PEAKS)
+        if not measure.startswith("train") or length <= longest_training
     ]
     bar = tqdm(total=len(plan) * len(chosen), file=sys.stderr, disable=None if progress else True)
     with bar:
@@ -130,7 +129,7 @@ def bench(
             models = _build_group(stock, group, skipped)
             for length, measure in plan:
                 bar.set_description(f"{measure} {length}")
-                is_warm = measure == "prefill" and "memory" in measures
+                is_warm = any(_PEAKS.get(other) == measure for other in measures)
                 rows += _measure_group(models, measure, length, batch_size, rounds, seconds, is_warm, skipped)
                 bar.update(len(group))
     return {
@@ -174,7 +173,7 @@ def _check(
         for number in numbers:
             if number < (2 if name == "length" else 1):
                 raise ValueError(f"{name} is {number}; it has to be at least {2 if name == 'length' else 1}.")
-    if "memory" in measures and torch.device(device).type == "cpu" and not _STATUS.is_file():
+    if set(_PEAKS) & set(measures) and torch.device(device).type == "cpu" and not _STATUS.is_file():
         raise ValueError("Peak memory on the CPU is read from /proc, which only Linux has; leave 'memory' out.")
     try:
         one = torch.ones(1, 1, 2, 2, dtype=DTYPES[dtype], device=device)
@@ -218,6 +217,18 @@ def _free_memory(device: torch.device) -> int:
         return sys.maxsize
 
 
+def _choose(found: list[Variant], only: Sequence[str] | None, every: bool) -> list[Variant]:
+    if only is None:
+        return [variant for variant in found if every or variant.is_chosen]
+    names = {variant.name for variant in found}
+    chosen = [v for v in found if any(v.name == x or (x not in names and v.name.startswith(x)) for x in only)]
+    if not chosen:
+        raise ValueError(
+            f"No variant begins with {' or '.join(map(repr, only))}; there are {', '.join(sorted(names))}."
+        )
+    return chosen
+
+
 def _groups(chosen: list[Variant]) -> Iterator[list[Variant]]:
     for start in range(0, len(chosen), _GROUP):
         yield chosen[start : start + _GROUP]
@@ -246,20 +257,20 @@ def _measure_group(
     """One group beside the stock model, round by round."""
     values: dict[str, list[float]] = {}
     runs: dict[str, Callable[[], float]] = {}
-    rounds = 1 if measure == "memory" else rounds
+    is_peak = measure in _PEAKS
     for name, model in models.items():
         try:
             runs[name] = _run(model, measure, length, batch)
             # The first run compiles, fills the allocator, and says what does not go.
-            values[name] = [runs[name]()] if measure == "memory" else []
-            if measure != "memory" and not is_warm:
+            values[name] = [runs[name]()] if is_peak else []
+            if not is_peak and not is_warm:
                 runs[name]()
         except (ValueError, ImportError, RuntimeError, MemoryError) as error:
             skipped[f"{name}, {measure} {length}"] = _sentence(error)
             runs.pop(name, None)
             values.pop(name, None)
     started = time.perf_counter()
-    for done in range(0 if measure == "memory" else rounds):
+    for done in range(0 if is_peak else rounds):
         if done > 1 and time.perf_counter() - started > seconds:
             break
         for name, run in runs.items():
@@ -295,11 +306,14 @@ def _run(model: Any, measure: str, length: int, batch: int) -> Callable[[], floa
         model(ids, labels=ids).loss.backward()
         model.zero_grad(set_to_none=True)
 
-    if measure == "memory":
-        return lambda: _peak_memory(model, prefill)
     if measure == "decode":
         return lambda: _time_decoding(model, ids)
-    return lambda: _timed(prefill if measure == "prefill" else train, device)
+    kind = _PEAKS.get(measure, measure)
+    run = {"prefill": prefill, "train": train}.get(kind) or _attention_of(model, ids)
+    if measure not in _PEAKS:
+        return lambda: _timed(run, device)
+    weights = 0 if kind == "attention" else sum(p.numel() * p.element_size() for p in model.parameters())
+    return lambda: weights + _peak_growth(run, device)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
@@ -335,17 +349,43 @@ def _time_decoding(model: Any, ids: Any) -> float:
     return _timed(decode, model.device) / _DECODED
 
 
-def _peak_memory(model: Any, run: Callable[[], None]) -> float:
-    """Bytes of the weights and of what a run adds at its peak."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
-        before = torch.cuda.memory_allocated(model.device)
+class _CapturedError(Exception):
+    """The attention module was reached, with these arguments."""
+
+
+def _attention_of(model: Any, ids: Any) -> Callable[[], None]:
+    """One attention module as the model calls it, by itself."""
+    module = next(m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj"))
+
+    def capture(module: Any, args: Any, kwargs: Any) -> None:
+        raise _CapturedError(args, kwargs)
+
+    hook = module.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    except _CapturedError as captured:
+        args, kwargs = captured.args
+    finally:
+        hook.remove()
+
+    def attention() -> None:
+        with torch.no_grad():
+            module(*args, **kwargs)
+
+    return attention
+
+
+def _peak_growth(run: Callable[[], None], device: torch.device) -> float:
+    """Bytes that a run adds at its peak, at least one."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         run()
-        return weights + torch.cuda.max_memory_allocated(model.device) - before
+        return max(1, torch.cuda.max_memory_allocated(device) - before)
     with _growth() as grown:
         run()
-    return weights + grown[0]
+    return max(1, grown[0])
 
 
 @contextmanager

@@ -49,7 +49,7 @@ TARGETS: dict[str, Bounds] = {
 class Row(NamedTuple):
     """Medians over the rounds, and the quartiles of the ratio.
 
-    For "memory" `ratio` is of peak bytes, and `value` and `stock` are bytes; otherwise seconds.
+    For a memory `ratio` is of peak bytes, and `value` and `stock` are bytes; otherwise seconds.
     """
 
     variant: str

@@ -145,9 +145,12 @@ def _parser() -> argparse.ArgumentParser:
         help="(default: 1024 4096 16384, about an hour on 2 cores; 1024 alone takes minutes)",
     )
     sub.add_argument(
-        "--measures", nargs="+", choices=("prefill", "decode", "train", "memory"), help="what to measure (default: all)"
+        "--measures",
+        nargs="+",
+        metavar="NAME",
+        help="of prefill, memory, decode, train (the default), train-memory, attention, attention-memory",
     )
-    sub.add_argument("--only", nargs="+", metavar="NAME", help="variants by the beginning of their names")
+    sub.add_argument("--only", nargs="+", metavar="NAME", help="variants by name, or by the beginning of it")
     sub.add_argument("--all", action="store_true", help="every bias and gate instead of one of each kind")
     sub.add_argument("--backends", nargs="+", default=["sdpa"], metavar="NAME", help="(default: sdpa)")
     sub.add_argument("--stock-backend", default="sdpa", metavar="NAME", help="that of the stock model (default: sdpa)")
@@ -346,13 +349,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench import MEASURES, bench
+    from .bench import USUAL_MEASURES, bench
     from .bench_report import describe, missed, plot, write_json
 
     result = bench(
         arguments.model,
         lengths=arguments.lengths,
-        measures=arguments.measures or MEASURES,
+        measures=arguments.measures or USUAL_MEASURES,
         only=arguments.only,
         every=arguments.all,
         backends=arguments.backends,

@@ -113,11 +113,12 @@ class _Stream:
         self.temperature, self.causal, self.scaling = temperature, causal, scaling
         self.batch, heads, self.queries, _ = query.shape
         self.shared, self.keys = key.shape[1:3]
-        self.groups, self.dtype = heads // self.shared, query.dtype
+        self.groups, self.dtype = heads // self.shared, value.dtype
         # The products after the softmax are twice as fast in bf16 where the processor has instructions for it.
-        self.is_half = query.dtype == torch.bfloat16 and _has_bf16()
+        self.is_half = value.dtype == torch.bfloat16 and _has_bf16()
         query = self._grouped(query)
-        self.half = (query, key, value) if self.is_half else (query.float(), key.float(), value.float())
+        kind = torch.bfloat16 if self.is_half else torch.float32
+        self.half = query.to(kind), key.to(kind), value.to(kind)
         self.query, self.key, self.value = query.float(), key.float(), value.float()
         self.row = None if row is None else self._grouped(row[None])
         self.a, self.b = (None if a is None else self._grouped(a.float())), (None if b is None else b.float())

@@ -20,11 +20,11 @@ def config(tmp_path):
 
 
 def test_every_measure_of_the_chosen_variants_is_reported(config):
-    only = ("NoPE", "table", "others")
-    result = bench(config, lengths=[16], rounds=1, only=only, dtype="float32", progress=False)
+    only = ("NoPE", "table", "low rank 16, h", "others")
+    result = bench(config, lengths=[16], rounds=1, only=only, measures=MEASURES, dtype="float32", progress=False)
     assert not result["skipped"]
     names = {row["variant"] for row in result["rows"]}
-    assert names >= {"NoPE", "table", "table, score gate", "others: dense bias"}
+    assert names == {"NoPE", "table", "low rank 16, head gate", "others: rotation by 1 and 0", "others: dense bias"}
     assert len(result["rows"]) == len(names) * len(MEASURES)
     assert all(row["ratio"] > 0 and row["length"] == 16 for row in result["rows"])
     assert all(name in describe(result) for name in names)

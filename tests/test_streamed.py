@@ -9,6 +9,7 @@ import torch
 from test_attention import build, logits, stepwise
 from tiny import random_ids
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from hf_drope import streamed_attention
 
@@ -194,6 +195,21 @@ def test_a_model_agrees_with_eager(name, padding):
         ]
     for ours, theirs in zip(results["sdpa"], results["eager"], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_in_half_precision_is_near_eager_in_fp32(name, tmp_path):
+    build(SETTINGS[name]).save_pretrained(tmp_path)
+    ids, results = random_ids(2, 50), []
+    for backend, dtype in (("sdpa", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float32)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=backend, dtype=dtype)
+        output = model(ids, labels=ids)
+        assert output.logits.dtype == dtype
+        moving = [p for p in model.position_parameters() if p.requires_grad]
+        results.append([output.logits, *torch.autograd.grad(output.loss, moving)])
+    for ours, rounded, exact in zip(*results, strict=True):
+        # What half precision costs: eager attention in bf16.
+        assert (ours - exact).norm() <= 3 * (rounded - exact).norm() + 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("padding", [0, 7])
