@@ -60,17 +60,15 @@ def streamed_attention(
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _Stream(*inputs).output()
         *tensors, causal, scaling = inputs
-        ctx.save_for_backward(*tensors, output)
+        ctx.save_for_backward(*tensors)
         ctx.settings = causal, scaling
-        return output
+        return _Stream(*inputs).output()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        *inputs, output = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
-            return (*_Stream(*inputs, *ctx.settings).gradients(gradient, output), None, None, None, None)
+            return (*_Stream(*ctx.saved_tensors, *ctx.settings).gradients(gradient), None, None, None, None)
 
 
 class _Block(NamedTuple):
@@ -238,8 +236,7 @@ class _Stream:
 
     # Backward.
 
-    def gradients(self, gradient: Tensor, output: Tensor) -> tuple[Any, ...]:
-        delta = self._grouped((gradient.float() * output.float()).sum(-1, keepdim=True))
+    def gradients(self, gradient: Tensor) -> tuple[Any, ...]:
         states = (self.query, self.key, self.value, self.row, self.a, self.b, self.factor)
         totals: list[Any] = [None if x is None else torch.zeros(x.shape) for x in states]
         by_query, by_key, by_value, by_row, by_a, by_b, by_factor = totals
@@ -250,7 +247,9 @@ class _Stream:
             probability = self.probability(block)
             self._add(by_value, block, self._halved(probability).mT, self._rows(gradient, block))
             inner = _all_pairs(self._rows(full, block), self._seen(self.value, block))
-            inner.sub_(self._rows(delta, block)).mul_(probability)
+            # By the scores. Rows are whole, so that their sum need not come from an output that was rounded.
+            inner.mul_(probability)
+            inner.addcmul_(probability, inner.sum(-1, keepdim=True), value=-1)
             bias = self.products if self.a is not None else self.bias(block)
             if bias is not None:
                 by_bias = self._gradient_of_bias(inner, bias, block, by_factor)
