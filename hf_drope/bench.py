@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from .bench_report import Row
-from .bench_variants import STOCK, Variant, build, variants
+from .bench_variants import STOCK, Variant, build, too_large, variants
 
 # "memory" is the peak of a prefill with the weights, "train-memory" that of a training step, "attention-memory" what one
 # attention layer adds by itself.
@@ -259,6 +259,10 @@ def _measure_group(
     runs: dict[str, Callable[[], float]] = {}
     is_peak = measure in _PEAKS
     for name, model in models.items():
+        refusal = too_large(name, model.config, length, model.dtype.itemsize)
+        if refusal is not None:
+            skipped[f"{name}, {measure} {length}"] = refusal
+            continue
         try:
             runs[name] = _run(model, measure, length, batch)
             # The first run compiles, fills the allocator, and says what does not go.

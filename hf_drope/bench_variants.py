@@ -70,6 +70,12 @@ def _suffix(backend: str) -> str:
     return "" if backend == "sdpa" else f", {backend.removesuffix('_attention')}"
 
 
+def too_large(name: str, config: Any, length: int, itemsize: int) -> str | None:
+    """Why a variant is not measured at a length: a bias of queries by keys is not worth gigabytes to show that it is slow."""
+    size = config.num_attention_heads * length**2 * itemsize
+    return f"its bias alone takes {size / 1e9:.1f} GB" if "dense" in name and size > 1e9 else None
+
+
 def build(variant: Variant, stock: Any) -> Any:
     """A copy of the stock model turned into the variant.
 
