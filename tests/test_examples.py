@@ -90,6 +90,15 @@ def test_a_model_from_scratch_prints_its_loss(tmp_path):
     assert 3 < float(loss.group(1)) < 8
 
 
+def test_backends_are_compared(tmp_path):
+    given = ["--device", "cpu", "--biases", "table", "--backends", "sdpa", "--check-length", 48, "--lengths"]
+    out = run_example("gpu_check.py", *given, cwd=tmp_path)
+    assert "all agree: True" in out
+    assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("table")] == [
+        *("table", "table, head gate", "table, query gate", "table, score gate")
+    ]
+
+
 def test_the_trainer_converts_calibrates_and_distills(calibrated, tmp_path):
     out = run_example(
         "train_with_trainer.py",
