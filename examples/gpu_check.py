@@ -3,7 +3,7 @@
     python examples/gpu_check.py [--device cuda] [--lengths 4096 16384 65536]
 
 First every bias and gate runs on every backend in bf16, forward and backward, against eager attention in fp32: outputs, and the
-gradients of the embeddings and of every position parameter. An error counts where it is more than a few times that of eager
+gradients of the embeddings and of every position parameter, and the logits of a padded prompt and of steps with its cache. An error counts where it is more than a few times that of eager
 attention in bf16, which is what rounding costs. Then `hf-drope bench` beside the fastest stock backend. Exit code 1 where
 something is wrong; a figure that misses its target is printed and no error. On a CPU, where flex attention cannot train, small
 sizes are the default.
@@ -33,6 +33,7 @@ BIASES: dict[str, dict[str, Any]] = {
     "disentangled": {"type": "disentangled"},
     "disentangled, rank 32": {"type": "disentangled", "rank": 32},
 }
+WINDOW = "table, window"
 # Times the error of eager attention in bf16.
 ALLOWED = 3.0
 
@@ -60,7 +61,7 @@ def write_model(folder: str, settings: dict[str, Any]) -> None:
 def run(
     folder: str, backend: str, dtype: torch.dtype, device: str, ids: torch.Tensor, train: bool
 ) -> list[torch.Tensor]:
-    """Logits and, with `train`, gradients, in fp32 on the CPU."""
+    """Logits and, with `train`, gradients and the logits of steps with a cache, in fp32 on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=backend).to(device)
     ids = ids.to(device)
     with torch.set_grad_enabled(train):
@@ -69,7 +70,20 @@ def run(
     if train:
         moving = [model.get_input_embeddings().weight, *(p for p in model.position_parameters() if p.requires_grad)]
         found += torch.autograd.grad(output.loss.float(), moving)
+        found.append(steps_with_a_cache(model, ids))
     return [x.detach().float().cpu() for x in found]
+
+
+@torch.no_grad()
+def steps_with_a_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the last four tokens, one at a time after a prompt whose second row is padded on the left."""
+    mask, prompt = torch.ones_like(ids), ids.shape[1] - 4
+    mask[1, : prompt // 3] = 0
+    cache = model(ids[:, :prompt], attention_mask=mask[:, :prompt], use_cache=True).past_key_values
+    steps = []
+    for end in range(prompt + 1, ids.shape[1] + 1):
+        steps.append(model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    return torch.cat(steps, 1)
 
 
 def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -86,10 +100,10 @@ def errors(folder: str, backends: list[str], device: str, ids: torch.Tensor) -> 
         train = not (backend == "flex_attention" and device == "cpu")
         try:
             found = error(run(folder, backend, torch.bfloat16, device, ids, train), expected)
-        except (ValueError, ImportError) as refusal:
-            expected_refusal = "cannot run on" in str(refusal)
-            all_right = all_right and expected_refusal
-            cells.append("refused" if expected_refusal else f"FAILED: {refusal}")
+        except (ValueError, ImportError, RuntimeError) as failure:
+            refused = "cannot run on" in str(failure)
+            all_right = all_right and refused
+            cells.append("refused" if refused else f"FAILED: {str(failure).splitlines()[0][:200]}")
             continue
         right = found <= ALLOWED * yardstick + 1e-3
         all_right = all_right and right
@@ -102,13 +116,20 @@ def check(device: str, length: int, backends: list[str], biases: list[str]) -> b
     all_right = True
     ids = torch.randint(0, 512, (2, length), generator=torch.Generator().manual_seed(1))
     print(f"{'bf16 against fp32: errors':34}" + "".join(f"{name:>20}" for name in ("eager", *backends)))
-    for name in biases:
-        for gate in GATES:
-            with tempfile.TemporaryDirectory() as folder:
-                write_model(folder, {"position_bias": BIASES[name], "gate": gate and {"type": gate}})
-                cells, right = errors(folder, backends, device, ids)
-            all_right = all_right and right
-            print(f"{name + (f', {gate} gate' if gate else ''):34}" + "".join(f"{x:>20}" for x in cells), flush=True)
+    rows = {
+        name + (f", {gate} gate" if gate else ""): {"position_bias": BIASES[name], "gate": gate and {"type": gate}}
+        for name in biases
+        for gate in GATES
+    }
+    rows[WINDOW] = {"position_bias": BIASES["table"], "window": length // 4}
+    for name, settings in rows.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder, settings)
+            cells, right = errors(folder, backends, device, ids)
+        all_right = all_right and right
+        print(f"{name:34}" + "".join(f"{x:>20}" for x in cells), flush=True)
+        # Each compiled attention function counts towards a limit above which PyTorch compiles no more.
+        torch.compiler.reset()
     return all_right
 
 

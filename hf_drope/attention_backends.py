@@ -7,10 +7,23 @@ from typing import Any
 from .attention_masks import check_scale
 
 _FLASH = "flash_attention_2"
+_WIDEST_FLASH = 256
 
 
-def supported_backends(settings: Any) -> tuple[str, ...]:
-    """The attention implementations that can add what `settings` (`DroPEParameters`) ask for.
+def width_of_heads(settings: Any, head_dim: int) -> int:
+    """Channels of a head with what a bias that is a dot product adds, at most."""
+    bias = settings.position_bias or {}
+    if bias.get("type") == "low_rank":
+        return head_dim + bias["rank"]
+    if bias.get("type") == "disentangled":
+        content = head_dim if settings.rope_scale == 0.0 else 2 * head_dim
+        products = max(len(set(bias["terms"]) - {"p2p"}), len(bias["terms"]) > 0)
+        return content + products * (bias["rank"] or head_dim)
+    return head_dim
+
+
+def supported_backends(settings: Any, head_dim: int = 0) -> tuple[str, ...]:
+    """The attention implementations that can add what `settings` (`DroPEParameters`) ask for to heads of `head_dim` channels.
 
     "flash_attention_2" stands for every flash kernel: they take wider heads, but neither a bias nor a mask of ours.
     """
@@ -24,12 +37,13 @@ def supported_backends(settings: Any) -> tuple[str, ...]:
         return tuple(found)
     if is_product or bias.get("type") != "disentangled":
         found.append("flex_attention")
-    if (is_product or not bias) and settings.window is None:
+    narrow = width_of_heads(settings, head_dim) <= _WIDEST_FLASH
+    if (is_product or not bias) and settings.window is None and narrow:
         found.append(_FLASH)
     return tuple(found)
 
 
-def refuse_backend(settings: Any, implementation: str | None) -> None:
+def refuse_backend(settings: Any, implementation: str | None, head_dim: int = 0) -> None:
     """Raise ValueError where an attention implementation would leave out a bias, gate, window or scale of `settings`."""
     added = {
         "position bias": settings.position_bias and settings.position_bias["type"],
@@ -38,8 +52,13 @@ def refuse_backend(settings: Any, implementation: str | None) -> None:
         "attention scale": check_scale(settings.attention_scale),
     }
     what = [f"{name} {value!r}" for name, value in added.items() if value is not None]
-    supported = supported_backends(settings)
+    supported = supported_backends(settings, head_dim)
     kind = _FLASH if str(implementation).startswith("flash_attention") else implementation
+    wide = width_of_heads(settings, head_dim)
+    if kind == _FLASH and wide > _WIDEST_FLASH:
+        what.append(
+            f"heads of {wide} channels for it (flash kernels take {_WIDEST_FLASH}; a lower rank makes them narrower)"
+        )
     if what and kind not in supported:
         raise ValueError(
             f"A model with {', '.join(what)} cannot run on attn_implementation={implementation!r}, which would leave it out; "

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from .attention_drope import is_attention
 from .configuration_drope import DroPEParameters
 from .modeling_drope import apply_drope
 
@@ -88,8 +89,10 @@ def build(variant: Variant, stock: Any) -> Any:
         model.set_attn_implementation(variant.backend)
     elif "dense" in variant.name:
         _use_dense_bias(model)
-    else:
+    elif hasattr(model.base_model, "rotary_emb"):
         model.base_model.rotary_emb = _OneAndZero(model.base_model.rotary_emb)
+    else:
+        raise ValueError(f"{type(model).__name__} has no rotation.")
     return model
 
 
@@ -111,7 +114,7 @@ def _use_dense_bias(model: Any) -> None:
     AttentionMaskInterface.register(_DENSE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     heads = model.config.num_attention_heads
     for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+        if is_attention(module):
             module.register_parameter("bench_table", nn.Parameter(torch.zeros(255, heads, dtype=model.dtype)))
     model.set_attn_implementation(_DENSE)
 

@@ -52,6 +52,9 @@ def attend(
     call = AttentionCall(
         stock, implementation, module, query, key, value, attention_mask, drope_position, scaling, kwargs
     )
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        # One row for all queries, or one a query.
+        call = call._replace(mask=attention_mask.expand(-1, -1, query.shape[2], -1))
     if module.attention_scale is not None:
         query = scale_queries(module.attention_scale, query, key, attention_mask, call.offset)
         call = call._replace(query=query)
@@ -82,7 +85,7 @@ def _attend_within_window(call: AttentionCall) -> Any:
     """Keys further back than the module's window are hidden and, where that saves work, not read."""
     window, query, key = call.module.window, call.query, call.key
     if call.implementation == "flex_attention":
-        return _attend(call._replace(mask=window_block_mask(call.mask, window, query, key, call.offset)))
+        return _attend(call._replace(mask=window_block_mask(call)))
     offset: Any = call.offset
     by_block = call.implementation == "sdpa" and isinstance(offset, int) and not torch.compiler.is_compiling()
     if not by_block:
@@ -116,15 +119,15 @@ def _attend_disentangled(call: AttentionCall, few: bool) -> Any:
         wide_query, wide_key = bias(query, key, offset, factor, rotated, position.key_offset)
         return _attend_wider(call._replace(query=wide_query, key=wide_key))
     query, scores = bias.decoded_scores(query, key, rotated, offset, position.key_offset, factor)
+    # The fused kernel of the CPU takes a mask in fp32 whatever the queries are.
+    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
     scores = scores * call.scaling
     if call.mask is not None:
-        scores = mask_bias(scores, call.mask, torch.float32)
+        scores = mask_bias(scores, call.mask, dtype)
     elif query.shape[2] > 1:
-        scores = hide(
-            scores, unfold_rows(offsets(query.shape[2], key.shape[2], offset, query.device) > 0, *scores.shape[2:])
-        )
-    # The fused kernel of the CPU takes a mask in fp32 whatever the queries are.
-    scores = scores if query.device.type == "cpu" else scores.to(query.dtype)
+        later = offsets(query.shape[2], key.shape[2], offset, query.device) > 0
+        scores = hide(scores.to(dtype), unfold_rows(later, *scores.shape[2:]))
+    scores = scores.to(dtype)
     return call.run(query=query, key=key, mask=scores)
 
 
@@ -147,7 +150,7 @@ def _attend_wider(call: AttentionCall) -> Any:
     if _has_own_kernel(call):
         return _stream(call)
     width = call.value.shape[-1]
-    output, weights = call.run(value=nn.functional.pad(call.value, (0, call.key.shape[-1] - width)))
+    output, weights = call.run(value=nn.functional.pad(call.value, (0, max(0, call.key.shape[-1] - width))))
     return output[..., :width], weights
 
 
@@ -156,6 +159,7 @@ def _has_own_kernel(call: AttentionCall) -> bool:
     return (
         call.implementation == "sdpa"
         and call.query.device.type == "cpu"
+        and call.query.dtype != torch.float64
         and call.query.shape[2] >= OWN_KERNEL_QUERIES
         and not torch.compiler.is_compiling()
         and not call.kwargs.get("dropout")

@@ -44,7 +44,7 @@ def attend_in_blocks(call: AttentionCall) -> Any:
             scores = position_bias.bias.content_scores(query, key, offset + start) * call.scaling
             bias = position_bias.bias.scores(query, key, offset + start) * call.scaling
             query, key = position_bias.bias.content(query, key, offset + start)
-            value = nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+            value = nn.functional.pad(value, (0, max(0, key.shape[-1] - value.shape[-1])))
         else:
             scores = _scores(query, key, call.scaling) if position_bias.reads_scores else None
             bias = unfold_rows(row[:, part], count, width)[None]

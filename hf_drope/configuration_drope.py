@@ -30,6 +30,7 @@ TRAVELLING_FILES = (
     "block_bias_attention.py",
     "streamed_attention.py",
     "flex_attention_drope.py",
+    "hardware.py",
     "position_bias.py",
     "position_shapes.py",
     "gates.py",

@@ -67,6 +67,7 @@ class DisentangledBias(Fp32Module):
     kind = "disentangled"
     pairs: Tensor | None
     frequencies: Tensor
+    source_frequencies: Tensor
     terms_scale: Tensor
 
     def __init__(
@@ -104,6 +105,9 @@ class DisentangledBias(Fp32Module):
             # precision turns all that belongs to a position bias.
             self.register_buffer("pairs", torch.empty(num_key_value_heads, rank // 2, dtype=torch.float32))
         self.register_buffer("frequencies", torch.empty(self.rotated // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "source_frequencies", torch.empty(self.rotated // 2, dtype=torch.float32), persistent=False
+        )
         self.register_buffer("terms_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.content_rotation = ContentRotation(rope_scale)
         self.set_terms_scale(terms_scale)
@@ -120,6 +124,7 @@ class DisentangledBias(Fp32Module):
         nn.init.zeros_(self.query_mean)
         nn.init.zeros_(self.key_mean)
         fill(self.frequencies, scaled_frequencies(self.source, self.position_scaling))
+        fill(self.source_frequencies, self.source.frequencies)
         nn.init.constant_(self.terms_scale, self._terms_scale)
         if self.gain is not None:
             fill(self.gain, torch.tensor([1.0, 0.0]).expand(self.gain.shape))
@@ -182,16 +187,16 @@ class DisentangledBias(Fp32Module):
         gain = self._gain()
         if gain is None:
             return query
+        a, b = gain[..., 0], gain[..., 1]
         if rope is not None:
-            one = gain.new_tensor([1.0, 0.0])
-            gain = one + (1 - rope) * (gain - one)
-        a, b = gain[..., 0].to(query.dtype), gain[..., 1].to(query.dtype)
+            a, b = 1 + (1 - rope) * (a - 1), (1 - rope) * b
+        a, b = a.to(query.dtype), b.to(query.dtype)
         first, second = self._split(query)
         return self._merge(a * first + b * second, a * second - b * first, query)
 
     def _content_cos_sin(self, position: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE at strength `rope` as the model-level seam fades it, from the source's own frequencies."""
-        source = torch.tensor(self.source.frequencies, dtype=torch.float32, device=position.device)
+        source = self.source_frequencies.float()
         place, amplitude = position.float()[:, None], self.source.amplitude
         if self.rope_fade == "angle":
             angle = place * rope * source
@@ -313,7 +318,7 @@ class DisentangledBias(Fp32Module):
             cos, sin = angle.cos(), angle.sin()
             weights = torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1) * self.source.amplitude**2
             length = 1 << max(key.shape[-2] - 1, 1).bit_length()
-            table = turns(self._frequencies, length, key.device)[: key.shape[-2]]
+            table = turns(self._frequencies, length, self.frequencies)[: key.shape[-2]]
             scores = scores + weights @ table.T
         return content, scores * strength
 

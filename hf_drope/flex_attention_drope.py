@@ -20,9 +20,17 @@ except ImportError:
     BlockMask = None  # type: ignore[assignment,misc]
 
 
-def _check(call: AttentionCall) -> None:
+def _check_mask(call: AttentionCall) -> None:
     if BlockMask is None:
         raise ImportError("flex_attention needs a PyTorch that has torch.nn.attention.flex_attention; use sdpa.")
+    if not isinstance(call.mask, BlockMask) and (call.mask is not None or call.module.window is not None):
+        raise ValueError(
+            "flex_attention takes a block mask, which Transformers makes; for a mask of your own use sdpa."
+        )
+
+
+def _check(call: AttentionCall) -> None:
+    _check_mask(call)
     if call.query.device.type == "cpu" and torch.is_grad_enabled():
         raise ValueError(
             "flex_attention has no backward pass on the CPU; train with sdpa, or run under torch.no_grad()."
@@ -31,10 +39,6 @@ def _check(call: AttentionCall) -> None:
         raise ValueError("flex_attention has no dropout; set the config's attention_dropout to 0, or use sdpa.")
     if call.kwargs.get("s_aux") is not None:
         raise ValueError("flex_attention with a position bias has no attention sinks; use eager.")
-    if call.mask is not None and not isinstance(call.mask, BlockMask):
-        raise ValueError(
-            "flex_attention takes a block mask, which Transformers makes; for a mask of your own use sdpa."
-        )
 
 
 def flex_attention_with_bias(call: AttentionCall) -> tuple[Tensor, None]:
@@ -77,21 +81,32 @@ def flex_attention_with_bias(call: AttentionCall) -> tuple[Tensor, None]:
         block_mask=call.mask,
         enable_gqa=key.shape[1] != heads,
         scale=call.scaling,
+        kernel_options=call.kwargs.get("kernel_options"),
     )
     return output.transpose(1, 2).contiguous(), None
 
 
-def window_block_mask(mask: Any, window: int, query: Tensor, key: Tensor, offset: int | Tensor) -> Any:
+def window_block_mask(call: AttentionCall) -> Any:
     """The block mask with keys further back than the window hidden; blocks without any other key are skipped."""
-    place = torch.full((), 0, device=query.device) + offset
+    _check_mask(call)
+    mask, window, query, key = call.mask, call.module.window, call.query, call.key
+    # As a tensor, like `shift` above.
+    edge = torch.full((), -window, device=query.device) + call.offset
 
     def near(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-        return key_index > query_index + place - window
+        return key_index > query_index + edge
 
     # One for all layers: the mask is theirs together.
     known = vars(mask).setdefault("drope_windows", {})
     if window not in known:
         known[window] = create_block_mask(
-            and_masks(mask.mask_mod, near), mask.shape[0], mask.shape[1], query.shape[2], key.shape[2], query.device
+            and_masks(mask.mask_mod, near),
+            mask.shape[0],
+            mask.shape[1],
+            query.shape[2],
+            key.shape[2],
+            query.device,
+            # Otherwise a matrix of queries by keys is made first.
+            _compile=query.device.type != "cpu",
         )
     return known[window]

@@ -68,7 +68,8 @@ class DroPEMixin:
         super()._init_weights(module)  # type: ignore[misc]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        refuse_backend(DroPEParameters.from_dict(self.config.drope_parameters), attn_implementation or "sdpa")
+        settings = DroPEParameters.from_dict(self.config.drope_parameters)
+        refuse_backend(settings, attn_implementation or "sdpa", _head_dim(self.config))
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
 
     def set_rope_scale(self, rope_scale: float) -> None:
@@ -130,6 +131,10 @@ class DroPEMixin:
         _mark_dropped_table(self)
 
 
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _install(model: Any) -> None:
     """Put both seams into `model` as `model.config.drope_parameters` asks, once."""
     settings = DroPEParameters.from_dict(model.config.drope_parameters)
@@ -176,7 +181,7 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
     module.__class__ = drope_attention_class(stock, rotary)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(module, "head_dim", None) or _head_dim(config)
     module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
     module.position_bias = build_position_bias(
         settings,
@@ -286,7 +291,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     vars(config).pop("model_type", None)
     config.drope_parameters = settings.to_dict()
     config.auto_map = auto_map(config.model_type)
-    refuse_backend(settings, config._attn_implementation)
+    refuse_backend(settings, config._attn_implementation, _head_dim(config))
     # Every refusal comes before the first change: a trial on a model without weights.
     with torch.device("meta"):
         drope_class(type(model))(copy.deepcopy(config))

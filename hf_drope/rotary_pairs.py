@@ -45,15 +45,22 @@ def scaled_frequencies(pairs: RotaryPairs, scaling: dict[str, Any] | None) -> li
     return [f * share + f / factor * (1 - share) for f, share in zip(frequencies, kept, strict=True)]
 
 
-def turns(frequencies: tuple[float, ...], length: int, device: torch.device) -> Tensor:
-    """cos and sin of all frequencies at places 0 … length − 1: (length, 2 · pairs) in fp32, the same for every layer."""
-    # A compiler keeps one for all layers by itself.
-    return (_turns if torch.compiler.is_compiling() else _kept_turns)(frequencies, length, device)
+def turns(frequencies: tuple[float, ...], length: int, held: Tensor) -> Tensor:
+    """cos and sin of all frequencies at places 0 … length − 1: (length, 2 · pairs) in fp32, the same for every layer.
+
+    held: the frequencies as a tensor, on the device where the result is wanted.
+    """
+    if torch.compiler.is_compiling():
+        # A compiler keeps one for all layers by itself.
+        return _turns(held.float(), length)
+    return _kept_turns(frequencies, length, held.device)
 
 
-def _turns(frequencies: tuple[float, ...], length: int, device: torch.device) -> Tensor:
-    angle = torch.arange(length, device=device)[:, None] * torch.tensor(frequencies, device=device)
+def _turns(frequencies: Tensor, length: int) -> Tensor:
+    angle = torch.arange(length, device=frequencies.device)[:, None] * frequencies
     return torch.cat([angle.cos(), angle.sin()], -1)
 
 
-_kept_turns = functools.lru_cache(maxsize=8)(_turns)
+@functools.lru_cache(maxsize=8)
+def _kept_turns(frequencies: tuple[float, ...], length: int, device: torch.device) -> Tensor:
+    return _turns(torch.tensor(frequencies, dtype=torch.float32, device=device), length)

@@ -5,7 +5,7 @@
 Scores are made a few queries at a time, for all heads that share a key head at once, so that they stay in the processor's cache
 while gate, bias (a strided view of one row of values), mask and softmax go over them. Nothing of a block is kept: the backward
 pass makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the softmax are in the dtype
-of the values, as in the fused kernels. This file travels with every checkpoint and imports torch only.
+of the values, as in the fused kernels. This file travels with every checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .hardware import cpu_multiplies_bf16
 
 # Rows of a block, over all heads of a group: products of fewer are slow. And the most scores of a block, for memory.
 _ROWS, _SCORES, _LEAST = 384, 1 << 22, 8
@@ -68,7 +70,9 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.autocast(gradient.device.type, enabled=False):
-            return (*_Stream(*ctx.saved_tensors, *ctx.settings).gradients(gradient), None, None, None, None)
+            stream = _Stream(*ctx.saved_tensors, *ctx.settings)
+            moving = any(ctx.needs_input_grad[3:6])
+            return (*stream.gradients(gradient, moving), None, None, None, None)
 
 
 class _Block(NamedTuple):
@@ -113,11 +117,12 @@ class _Stream:
         self.shared, self.keys = key.shape[1:3]
         self.groups, self.dtype = heads // self.shared, value.dtype
         # The products after the softmax are twice as fast in bf16 where the processor has instructions for it.
-        self.is_half = value.dtype == torch.bfloat16 and _has_bf16()
+        self.is_half = value.dtype == torch.bfloat16 and cpu_multiplies_bf16()
         query = self._grouped(query)
         kind = torch.bfloat16 if self.is_half else torch.float32
         self.half = query.to(kind), key.to(kind), value.to(kind)
-        self.query, self.key, self.value = query.float(), key.float(), value.float()
+        # Queries and values become fp32 a block at a time.
+        self.query, self.key, self.value = query, key.float(), value
         self.row = None if row is None else self._grouped(row[None])
         self.a, self.b = (None if a is None else self._grouped(a.float())), (None if b is None else b.float())
         self.factor_shape: Any = None if factor is None else factor.shape
@@ -144,7 +149,8 @@ class _Stream:
             batches = slice(batch, min(batch + texts, self.batch))
             for head in range(0, self.shared, heads):
                 shared = slice(head, min(head + heads, self.shared))
-                for start in range(0, self.queries, self.count):
+                # The largest block first: smaller ones then find room in what it leaves.
+                for start in reversed(range(0, self.queries, self.count)):
                     stop = min(start + self.count, self.queries)
                     keys = self.keys - self.queries + stop if self.causal else self.keys
                     yield _Block(batches, shared, slice(start, stop), keys)
@@ -196,7 +202,7 @@ class _Stream:
 
     def scores(self, block: _Block) -> Tensor:
         """s + g·B + mask; a score gate's g is left in the buffer "gate"."""
-        scores = _all_pairs(self._rows(self.query, block) * self.scaling, self._seen(self.key, block))
+        scores = _all_pairs(self._rows(self.query, block).float() * self.scaling, self._seen(self.key, block))
         by_head, bias = self._by_head(scores, block), self.bias(block)
         if bias is not None and self.temperature is not None:
             gate = self._like(scores, "gate")
@@ -236,28 +242,29 @@ class _Stream:
 
     # Backward.
 
-    def gradients(self, gradient: Tensor) -> tuple[Any, ...]:
+    def gradients(self, gradient: Tensor, bias_moves: bool = True) -> tuple[Any, ...]:
+        """By query, key, value, `row`, a, b and factor; without `bias_moves` those of the bias are left at 0."""
         states = (self.query, self.key, self.value, self.row, self.a, self.b, self.factor)
         totals: list[Any] = [None if x is None else torch.zeros(x.shape) for x in states]
         by_query, by_key, by_value, by_row, by_a, by_b, by_factor = totals
         query, key, _ = self.half
         gradient = self._grouped(gradient)
-        full, gradient = gradient.float(), gradient if self.is_half else gradient.float()
+        gradient, full_value = gradient.to(query.dtype), self.value.float()
         for block in self.blocks():
             probability = self.probability(block)
             self._add(by_value, block, self._halved(probability).mT, self._rows(gradient, block))
-            inner = _all_pairs(self._rows(full, block), self._seen(self.value, block))
+            inner = _all_pairs(self._rows(gradient, block).float(), self._seen(full_value, block))
             # By the scores. Rows are whole, so that their sum need not come from an output that was rounded.
             inner.mul_(probability)
             inner.addcmul_(probability, inner.sum(-1, keepdim=True), value=-1)
             bias = self.products if self.a is not None else self.bias(block)
             if bias is not None:
                 by_bias = self._gradient_of_bias(inner, bias, block, by_factor)
-                if by_row is not None:
+                if by_row is not None and bias_moves:
                     first = self.queries - block.rows.stop
                     diagonals = self._sum_of_diagonals(by_bias)
                     by_row[0, block.shared, :, first : first + diagonals.shape[-1]] += diagonals
-                elif self.a is not None and self.b is not None:
+                elif self.a is not None and self.b is not None and bias_moves:
                     by_bias = by_bias.flatten(2, 3).flatten(0, 1)
                     by_a[block.queries] = self._by_head(_product(by_bias, self._seen(self.b, block)), block).flip(3)
                     self._add(by_b, block, by_bias.mT, self._rows(self.a, block))
@@ -302,11 +309,6 @@ class _Stream:
         # Rows that are shorter by one shift row r right by r.
         skewed = torch.nn.functional.pad(by_bias, (0, count)).flatten(-2)[..., : count * (width - 1)]
         return skewed.unflatten(-1, (count, width - 1)).sum((0, -2))
-
-
-def _has_bf16() -> bool:
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return supported is not None and bool(supported())
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -340,6 +340,15 @@ def test_no_bias_leaves_every_backend_to_the_stock_code(scale, monkeypatch):
     assert model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.parametrize(("rank", "width"), [(None, 384), (96, 320)])
+def test_heads_too_wide_for_flash_kernels_are_refused(rank, width):
+    model = build({"position_bias": {"type": "disentangled", "rank": rank}}, head_dim=128)
+    with pytest.raises(
+        ValueError, match=f"heads of {width} channels for it .*256; a lower rank.*'eager', 'sdpa', 'flex_attention'"
+    ):
+        model.set_attn_implementation("flash_attention_2")
+
+
 @pytest.mark.parametrize("bias", ["low_rank", "disentangled", "scale"])
 def test_flash_kernels_get_wider_heads_and_no_mask(bias, monkeypatch):
     """A stand-in: flash kernels run on GPUs only. They take no mask but that of padding, which is two-dimensional."""

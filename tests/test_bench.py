@@ -9,6 +9,7 @@ from tiny import tiny_config
 
 from hf_drope.bench import MEASURES, bench
 from hf_drope.bench_report import describe
+from hf_drope.bench_variants import too_large
 from hf_drope.cli import main
 
 
@@ -28,6 +29,24 @@ def test_every_measure_of_the_chosen_variants_is_reported(config):
     assert len(result["rows"]) == len(names) * len(MEASURES)
     assert all(row["ratio"] > 0 and row["length"] == 16 for row in result["rows"])
     assert all(name in describe(result) for name in names)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
+def test_other_families_are_measured_too(family, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(tiny_config(family).to_json_string(use_diff=False))
+    measures = ("decode", "attention", "attention-memory")
+    only = ("NoPE", "table", "others")
+    result = bench(file, lengths=[16], rounds=1, only=only, measures=measures, dtype="float32", progress=False)
+    skipped = {"others: rotation by 1 and 0": "GPT2LMHeadModel has no rotation."} if family == "gpt2" else {}
+    assert result["skipped"] == skipped
+    assert len(result["rows"]) == 3 * (4 - len(skipped))
+
+
+def test_a_dense_bias_of_gigabytes_is_left_out(config):
+    result = bench(config, lengths=[16], rounds=1, only=("others: d",), measures=("decode",), progress=False)
+    assert result["rows"]
+    assert "takes 2.1 GB" in too_large("others: dense bias", tiny_config("llama"), 1 << 14, 2)
 
 
 def test_the_command_writes_json(config, tmp_path, capsys):

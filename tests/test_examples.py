@@ -95,7 +95,7 @@ def test_backends_are_compared(tmp_path):
     out = run_example("gpu_check.py", *given, cwd=tmp_path)
     assert "all agree: True" in out
     assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("table")] == [
-        *("table", "table, head gate", "table, query gate", "table, score gate")
+        *("table", "table, head gate", "table, query gate", "table, score gate", "table, window")
     ]
 
 

@@ -109,6 +109,19 @@ def test_training_on_the_cpu_is_refused_and_says_what_can():
         model(random_ids(1, 40))
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_mask_of_ones_own_is_refused(window):
+    _, model = with_flex({**SETTINGS["table, query gate"], "window": window})
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            ValueError, match="takes a block mask, which Transformers makes; for a mask of your own use sdpa"
+        ),
+    ):
+        model(random_ids(1, 8), attention_mask=mask)
+
+
 def test_attention_sinks_are_refused():
     _, model = with_flex(SETTINGS["table, query gate"])
     with torch.no_grad(), pytest.raises(ValueError, match="no attention sinks; use eager"):

@@ -11,7 +11,7 @@ from tiny import random_ids
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from hf_drope import streamed_attention
+from hf_drope import biased_attention, streamed_attention
 
 HEADS, KEY_HEADS, WIDTH, SCALING, TEMPERATURE = 4, 2, 16, 0.25, 0.7
 LOWEST = torch.finfo(torch.float32).min
@@ -119,7 +119,7 @@ def test_without_the_products_of_onednn_it_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("half", [True, False])
 def test_half_precision_with_and_without_instructions_for_it(half, monkeypatch):
-    monkeypatch.setattr(streamed_attention, "_has_bf16", lambda: half)
+    monkeypatch.setattr(streamed_attention, "cpu_multiplies_bf16", lambda: half)
     check(70, 70, "query", None, True, torch.bfloat16, 2e-2)
 
 
@@ -230,6 +230,24 @@ def test_no_matrix_of_queries_by_keys_is_made(name, padding, monkeypatch):
 def test_chunked_prefill_equals_full_forward(kind):
     model, ids = build({"position_bias": {"type": kind}}), random_ids(1, 80)
     torch.testing.assert_close(stepwise(model, ids, (37, 40)), logits(model, ids), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["table", "window", "low rank", "disentangled"])
+def test_one_row_of_a_mask_for_all_queries(name):
+    """Every query sees every key but two, later ones as well."""
+    ids, mask = random_ids(1, 50), torch.zeros(1, 1, 1, 50)
+    mask[..., 3:5] = LOWEST
+    sdpa, eager = (build(SETTINGS[name], backend=backend) for backend in ("sdpa", "eager"))
+    expected = logits(eager, ids, attention_mask=mask.expand(-1, -1, 50, -1))
+    torch.testing.assert_close(logits(sdpa, ids, attention_mask=mask), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_in_double_precision_is_left_to_the_fused_kernel(monkeypatch):
+    """Scores in fp32 would be a silent loss."""
+    monkeypatch.setattr(biased_attention, "streamed_attention", None)
+    sdpa, eager = (build(SETTINGS["score"], backend=backend).double() for backend in ("sdpa", "eager"))
+    ids = random_ids(1, 50)
+    torch.testing.assert_close(logits(sdpa, ids), logits(eager, ids), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["log", "disentangled"])
