@@ -146,9 +146,11 @@ def _attend_low_rank(call: AttentionCall) -> Any:
 
 
 def _attend_wider(call: AttentionCall) -> Any:
-    """Attention with queries and keys wider than values: fused kernels want one width, so they get zeros."""
+    """Attention with queries and keys wider than values, which most fused kernels want as wide: they get zeros."""
     if _has_own_kernel(call):
         return _stream(call)
+    if call.implementation == "flex_attention":
+        return call.run()
     width = call.value.shape[-1]
     output, weights = call.run(value=nn.functional.pad(call.value, (0, max(0, call.key.shape[-1] - width))))
     return output[..., :width], weights

@@ -19,6 +19,7 @@ from .position_bias import offsets, unfold_rows
 
 # Queries per block.
 QUERY_BLOCK = 256
+_KEY_PART = 2048
 
 
 def attend_in_blocks(call: AttentionCall) -> Any:
@@ -79,5 +80,10 @@ def attend_in_blocks(call: AttentionCall) -> Any:
 def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """q·k·scaling in fp32 with key heads shared by groups of query heads: (batch, heads, queries, keys)."""
     groups = query.shape[1] // key.shape[1]
-    grouped = query.unflatten(1, (key.shape[1], groups))
-    return (grouped.float() @ key.float()[:, :, None].transpose(-1, -2) * scaling).flatten(1, 2)
+    # Heads that share keys side by side: their product reads the keys once.
+    grouped = query.float().unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    # A part at a time where keys become fp32 in a processor's cache.
+    by_part = key.device.type == "cpu" and key.dtype != torch.float32 and not torch.compiler.is_compiling()
+    parts = key.split(_KEY_PART, 2) if by_part else (key,)
+    scores = torch.cat([grouped @ part.float().mT for part in parts], -1) * scaling
+    return scores.unflatten(2, (groups, -1)).flatten(1, 2)

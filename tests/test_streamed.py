@@ -242,6 +242,20 @@ def test_one_row_of_a_mask_for_all_queries(name):
     torch.testing.assert_close(logits(sdpa, ids, attention_mask=mask), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_onednn_gets_rows_without_gaps(name, cache, several_blocks, monkeypatch):
+    """Without a cache a model's keys are views of its projections."""
+    seen, linear = [], streamed_attention._linear
+    monkeypatch.setattr(
+        streamed_attention, "_linear", lambda a, b, *rest: (seen.extend([a, b]), linear(a, b, *rest))[1]
+    )
+    ids = random_ids(1, 64)
+    build(SETTINGS[name])(ids, labels=ids, use_cache=cache).loss.backward()
+    assert seen
+    assert all(x.is_contiguous() for x in seen)
+
+
 def test_a_model_in_double_precision_is_left_to_the_fused_kernel(monkeypatch):
     """Scores in fp32 would be a silent loss."""
     monkeypatch.setattr(biased_attention, "streamed_attention", None)
