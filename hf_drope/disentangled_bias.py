@@ -136,14 +136,14 @@ class DisentangledBias(Fp32Module):
 
     def means(self) -> tuple[Tensor, Tensor]:
         """μ_q (heads, 1, head_dim) and μ_k (key/value heads, 1, head_dim) in fp32."""
-        query = self.query_mean.float().repeat_interleave(self.num_heads // self.query_mean.shape[0], 0)
-        key = self.key_mean.float().repeat_interleave(self.num_key_value_heads // self.key_mean.shape[0], 0)
+        query = _repeated(self.query_mean.float(), self.num_heads)
+        key = _repeated(self.key_mean.float(), self.num_key_value_heads)
         return query[:, None], key[:, None]
 
     def _gain(self) -> Tensor | None:
         if self.gain is None:
             return None
-        return self.gain.float().repeat_interleave(self.num_heads // self.gain.shape[0], 0)[:, None]
+        return _repeated(self.gain.float(), self.num_heads)[:, None]
 
     # Channels.
 
@@ -164,7 +164,7 @@ class DisentangledBias(Fp32Module):
         """The pairs that rotate in the terms: (..., heads, length, n) → (..., heads, length, rank / 2)."""
         if self.pairs is None:
             return x
-        index = self.pairs.long().repeat_interleave(heads // self.num_key_value_heads, 0)[:, None]
+        index = _repeated(self.pairs.long(), heads)[:, None]
         return x.gather(-1, index.expand(*x.shape[:-1], -1))
 
     def _cos_sin(self, position: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -271,7 +271,7 @@ class DisentangledBias(Fp32Module):
     def _removed(self) -> Tensor:
         """The share of μ_q whose un-rotated match with keys the p2c term replaces: (heads, 1, head_dim)."""
         inside = self._in_terms()
-        return self.means()[0] * (inside.repeat_interleave(self.num_heads // inside.shape[0], 0))
+        return self.means()[0] * _repeated(inside, self.num_heads)
 
     # What a cache keeps.
 
@@ -412,7 +412,7 @@ class DisentangledBias(Fp32Module):
         return total * self.terms_scale
 
     def _spread(self, per_key_head: Tensor) -> Tensor:
-        return per_key_head.repeat_interleave(self.num_heads // per_key_head.shape[0], 0)
+        return _repeated(per_key_head, self.num_heads)
 
     def _products(self, a: Tensor, b: Tensor) -> Tensor:
         """a·b with key heads shared by groups of query heads: (batch, heads, queries, keys)."""
@@ -432,3 +432,8 @@ class DisentangledBias(Fp32Module):
         parts += [f"terms_scale={self._terms_scale:g}"] if self._terms_scale != 1.0 else []
         parts += [f"position_scaling={self.position_scaling}"] if self.position_scaling is not None else []
         return ", ".join(parts)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """What each of some groups of heads has, for each of `heads` heads, along the first dimension."""
+    return x if x.shape[0] == heads else x.repeat_interleave(heads // x.shape[0], 0)
