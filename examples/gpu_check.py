@@ -3,8 +3,8 @@
     python examples/gpu_check.py [--device cuda] [--lengths 4096 16384 65536]
 
 First every bias and gate runs on every backend in bf16, forward and backward, against eager attention in fp32: outputs, and the
-gradients of the embeddings and of every position parameter, and the logits of a padded prompt and of steps with its cache. An error counts where it is more than a few times that of eager
-attention in bf16, which is what rounding costs. Then `hf-drope bench` beside the fastest stock backend. Exit code 1 where
+gradients of the embeddings and of every position parameter, and the logits of steps with the cache of a padded prompt. An error
+counts where it is more than a few times that of eager attention in bf16, which is what rounding costs. Then `hf-drope bench` beside the fastest stock backend. Exit code 1 where
 something is wrong; a figure that misses its target is printed and no error. On a CPU, where flex attention cannot train, small
 sizes are the default.
 """
