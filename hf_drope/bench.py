@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from .attention_drope import is_attention
+from .bench_measures import MEASURES, PEAKS, STATUS, measurement
 from .bench_report import Row
 from .bench_variants import STOCK, Variant, build, too_large, variants
 
-# "memory" is the peak of a prefill with the weights, "train-memory" that of a training step, "attention-memory" what one
-# attention layer adds by itself.
-MEASURES = ("prefill", "memory", "decode", "train", "train-memory", "attention", "attention-memory")
 USUAL_MEASURES = ("prefill", "memory", "decode", "train")
-_PEAKS = {"memory": "prefill", "train-memory": "train", "attention-memory": "attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STATUS = Path("/proc/self/status")
-_DECODED = 8
 # Variants measured between two runs of the stock model, so that both see the same machine.
 _GROUP = 3
 
@@ -121,20 +113,20 @@ def bench(
     plan = [
         (length, measure)
         for length in lengths
-        for measure in sorted(measures, key=lambda name: name not in _PEAKS)
+        for measure in sorted(measures, key=lambda name: name not in PEAKS)
         if not measure.startswith("train") or length <= longest_training
     ]
     bar = tqdm(total=len(plan) * len(chosen), file=sys.stderr, disable=None if progress else True)
     with bar:
         # What a first run keeps for good is nobody's peak.
-        _run(stock, "prefill", lengths[0], batch_size)()
+        measurement(stock, "prefill", lengths[0], batch_size)()
         for group in _groups(chosen):
             models = _build_group(stock, group, skipped)
             # Each compiled attention function counts towards a limit above which PyTorch compiles no more.
             torch.compiler.reset()
             for length, measure in plan:
                 bar.set_description(f"{measure} {length}")
-                is_warm = any(_PEAKS.get(other) == measure for other in measures)
+                is_warm = any(PEAKS.get(other) == measure for other in measures)
                 rows += _measure_group(models, measure, length, batch_size, rounds, seconds, is_warm, skipped)
                 bar.update(len(group))
     return {
@@ -178,7 +170,7 @@ def _check(
         for number in numbers:
             if number < (2 if name == "length" else 1):
                 raise ValueError(f"{name} is {number}; it has to be at least {2 if name == 'length' else 1}.")
-    if set(_PEAKS) & set(measures) and torch.device(device).type == "cpu" and not _STATUS.is_file():
+    if set(PEAKS) & set(measures) and torch.device(device).type == "cpu" and not STATUS.is_file():
         raise ValueError("Peak memory on the CPU is read from /proc, which only Linux has; leave 'memory' out.")
     try:
         one = torch.ones(1, 1, 2, 2, dtype=DTYPES[dtype], device=device)
@@ -262,14 +254,14 @@ def _measure_group(
     """One group beside the stock model, round by round."""
     values: dict[str, list[float]] = {}
     runs: dict[str, Callable[[], float]] = {}
-    is_peak = measure in _PEAKS
+    is_peak = measure in PEAKS
     for name, model in models.items():
         refusal = too_large(name, model.config, length, model.dtype.itemsize)
         if refusal is not None:
             skipped[f"{name}, {measure} {length}"] = refusal
             continue
         try:
-            runs[name] = _run(model, measure, length, batch)
+            runs[name] = measurement(model, measure, length, batch)
             # The first run compiles, fills the allocator, and says what does not go.
             values[name] = [runs[name]()] if is_peak else []
             if not is_peak and not is_warm:
@@ -298,116 +290,3 @@ def _measure_group(
 
 def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def _run(model: Any, measure: str, length: int, batch: int) -> Callable[[], float]:
-    """A function that runs once and returns seconds, or bytes."""
-    device = model.device
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)).to(
-        device
-    )
-
-    def prefill() -> None:
-        with torch.no_grad():
-            model(ids, logits_to_keep=1)
-
-    def train() -> None:
-        model(ids, labels=ids).loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    if measure == "decode":
-        return lambda: _time_decoding(model, ids)
-    kind = _PEAKS.get(measure, measure)
-    run = {"prefill": prefill, "train": train}.get(kind) or _attention_of(model, ids)
-    if measure not in _PEAKS:
-        return lambda: _timed(run, device)
-    weights = 0 if kind == "attention" else sum(p.numel() * p.element_size() for p in model.parameters())
-    return lambda: weights + _peak_growth(run, device)
-
-
-def _timed(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
-@torch.no_grad()
-def _time_decoding(model: Any, ids: Any) -> float:
-    """Seconds a step, with a cache of random keys and values, which cost what real ones do."""
-    batch, length = ids.shape
-    probe: Any = DynamicCache(config=model.config)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :1], past_key_values=probe)
-    for index, layer in enumerate(probe.layers):
-        key, value = (
-            torch.randn(batch, x.shape[1], length, x.shape[3], dtype=model.dtype, device=model.device)
-            for x in (layer.keys, layer.values)
-        )
-        cache.update(key, value, index)
-
-    model(ids[:, :1], past_key_values=cache)
-
-    def decode() -> None:
-        for step in range(_DECODED):
-            model(ids[:, step : step + 1], past_key_values=cache)
-
-    return _timed(decode, model.device) / _DECODED
-
-
-class _CapturedError(Exception):
-    """The attention module was reached, with these arguments."""
-
-
-def _attention_of(model: Any, ids: Any) -> Callable[[], None]:
-    """One attention module as the model calls it, by itself."""
-    module = next(m for m in model.modules() if is_attention(m))
-
-    def capture(module: Any, args: Any, kwargs: Any) -> None:
-        raise _CapturedError(args, kwargs)
-
-    hook = module.register_forward_pre_hook(capture, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(ids, use_cache=False)
-    except _CapturedError as captured:
-        args, kwargs = captured.args
-    finally:
-        hook.remove()
-
-    def attention() -> None:
-        with torch.no_grad():
-            module(*args, **kwargs)
-
-    return attention
-
-
-def _peak_growth(run: Callable[[], None], device: torch.device) -> float:
-    """Bytes that a run adds at its peak, at least one."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return max(1, torch.cuda.max_memory_allocated(device) - before)
-    with _growth() as grown:
-        run()
-    return max(1, grown[0])
-
-
-@contextmanager
-def _growth() -> Iterator[list[int]]:
-    """How many bytes the process grew by at its peak, by the kernel's own counter."""
-
-    def field(name: str) -> int:
-        lines = _STATUS.read_text(encoding="utf-8").split("\n")
-        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
-
-    # Freed memory that the allocator keeps would hide what the run takes again.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    before, grown = field("VmRSS"), [0]
-    yield grown
-    grown[0] = field("VmHWM") - before

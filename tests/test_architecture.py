@@ -32,7 +32,7 @@ FLOORS = [
     {"folder_calibration", "recalibration_plan"},
     {"recalibration_teacher"},
     {"recalibrate"},
-    {"demo", "bench_variants"},
+    {"demo", "bench_variants", "bench_measures"},
     {"bench_report"},
     {"bench"},
     {"cli"},

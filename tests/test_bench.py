@@ -7,7 +7,8 @@ import json
 import pytest
 from tiny import tiny_config
 
-from hf_drope.bench import MEASURES, bench
+from hf_drope.bench import bench
+from hf_drope.bench_measures import MEASURES
 from hf_drope.bench_report import describe
 from hf_drope.bench_variants import too_large
 from hf_drope.cli import main
