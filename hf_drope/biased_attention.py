@@ -132,17 +132,17 @@ def _attend_disentangled(call: AttentionCall, few: bool) -> Any:
 
 
 def _attend_low_rank(call: AttentionCall) -> Any:
-    """The bias as extra head dimensions: [q·scaling, u_i]·[k, v_j], so any fused kernel stays in use."""
+    """The bias as extra head dimensions: [q, u_i / scaling]·[k, v_j], so any fused kernel stays in use."""
     position_bias, key, device = call.module.position_bias, call.key, call.query.device
     bias: Any = position_bias.bias
     batch, heads, queries, _ = call.query.shape
     u = bias.query_factors(torch.arange(queries, device=device) + call.offset)[None]
     factor = position_bias.factor(None, call.position.hidden_states)
-    u = (u if factor is None else u * factor).expand(batch, heads, queries, -1)
+    u = ((u if factor is None else u * factor) / call.scaling).expand(batch, heads, queries, -1)
     v = bias.key_factors(torch.arange(key.shape[2], device=device)).to(key.dtype)
-    wide_query = torch.cat([call.query * call.scaling, u.to(call.query.dtype)], dim=-1)
+    wide_query = torch.cat([call.query, u.to(call.query.dtype)], dim=-1)
     wide_key = torch.cat([key, v.expand(batch, key.shape[1], -1, -1)], dim=-1)
-    return _attend_wider(call._replace(query=wide_query, key=wide_key, scaling=1.0))
+    return _attend_wider(call._replace(query=wide_query, key=wide_key))
 
 
 def _attend_wider(call: AttentionCall) -> Any:

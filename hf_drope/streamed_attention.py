@@ -2,9 +2,10 @@
 
     softmax(s + g·B + mask) v,    B = R(j − i) or a_i·b_j or nothing,    g = σ(s / T), or a number a query, or 1
 
-Scores are made a few queries at a time, for all heads that share a key head at once, so that they stay in the processor's cache
-while gate, bias (a strided view of one row of values), mask and softmax go over them. Nothing of a block is kept: the backward
-pass makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the softmax are in the dtype
+Scores are made for a few queries and keys at a time, for all heads that share a key head at once, so that they stay in the
+processor's cache while gate, bias (a strided view of one row of values), mask and softmax go over them; a softmax over parts of
+its keys is put together by their sums (https://arxiv.org/abs/1805.02867). Nothing of a block is kept: the backward pass, whose
+blocks have all keys, makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the softmax are in the dtype
 of the values, as in the fused kernels. This file travels with every checkpoint.
 """
 
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from .hardware import cpu_multiplies_bf16
 
-# Rows of a block, over all heads of a group: products of fewer are slow. And the most scores of a block, for memory.
-_ROWS, _SCORES, _LEAST = 384, 1 << 22, 8
+# Rows of a block, over all heads of a group: products of fewer are slow. And the most scores of a block, which glibc would map
+# and clear each time from 32 MiB on; the most in the backward pass, which holds several; the fewest queries of a block.
+_ROWS, _SCORES, _MOST, _LEAST = 384, 3 << 21, 1 << 22, 8
+# How many numbers of keys blocks may have.
+_SHAPES = 32
 # Scores of a block that more key heads join, and multiplications from which on oneDNN is worth its preparation.
 _SMALL, _LARGE = 1 << 20, 1 << 21
 _linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -70,18 +74,20 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.autocast(gradient.device.type, enabled=False):
-            stream = _Stream(*ctx.saved_tensors, *ctx.settings)
+            stream = _Stream(*ctx.saved_tensors, *ctx.settings, True)
             moving = any(ctx.needs_input_grad[3:6])
             return (*stream.gradients(gradient, moving), None, None, None, None)
 
 
 class _Block(NamedTuple):
-    """Some queries of the heads that share some key heads, and how many keys they may see."""
+    """Some queries of the heads that share some key heads, and some keys, of which the last few may be after all of them."""
 
     batches: slice
     shared: slice
     rows: slice
-    keys: int
+    keys: slice
+    after: int
+    is_last: bool = True
 
     @property
     def queries(self) -> tuple[slice, ...]:
@@ -89,7 +95,15 @@ class _Block(NamedTuple):
 
     @property
     def seen(self) -> tuple[slice, ...]:
-        return self.batches, self.shared, slice(self.keys)
+        return self.batches, self.shared, self.keys
+
+    def parts(self, size: int) -> Iterator[_Block]:
+        """The block cut into `size` keys each. The last part has more, or fewer, and all that are after one of its queries."""
+        start, least = self.keys.start, self.rows.stop - self.rows.start + self.after
+        while self.keys.stop - start - size >= least:
+            yield self._replace(keys=slice(start, start + size), is_last=False)
+            start += size
+        yield self._replace(keys=slice(start, self.keys.stop))
 
 
 class _Stream:
@@ -111,11 +125,12 @@ class _Stream:
         mask: Tensor | None,
         causal: bool,
         scaling: float,
+        whole_rows: bool = False,
     ) -> None:
         self.temperature, self.causal, self.scaling = temperature, causal, scaling
         self.batch, heads, self.queries, _ = query.shape
         self.shared, self.keys = key.shape[1:3]
-        self.groups, self.dtype = heads // self.shared, value.dtype
+        self.groups = heads // self.shared
         # The products after the softmax are twice as fast in bf16 where the processor has instructions for it.
         self.is_half = value.dtype == torch.bfloat16 and cpu_multiplies_bf16()
         query = self._grouped(query)
@@ -132,13 +147,16 @@ class _Stream:
         self.mask: Any = None
         if mask is not None:
             self.mask = mask[:, :, None] if mask.shape[1] == 1 else self._grouped(mask)
-        rows = min(_ROWS, _SCORES // self.keys) // self.groups
+        rows = (min(_ROWS, _MOST // self.keys) if whole_rows else _ROWS) // self.groups
         self.count = max(1, min(max(rows, _LEAST), self.queries))
+        # Numbers of keys are multiples of a step: even rows are faster, and oneDNN keeps a megabyte for each shape of a product.
+        self.step = self.count * max(1, self.keys // (_SHAPES * self.count))
+        self.part = self.step * max(1, _SCORES // (self.groups * self.count * self.step))
         # Where queries are few, several key heads, or texts, at once.
         self.pairs = max(1, _SMALL // (self.groups * self.count * self.keys))
         self.buffers: dict[str, Tensor] = {}
         # In a causal block row r is query count − 1 − r, which sees the last columns c up to its own.
-        self.future = torch.ones(self.count, self.count, dtype=torch.bool).triu(1).flip(0)
+        self.future = torch.ones(self.count, self.count + self.step, dtype=torch.bool).triu(1).flip(0)
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (self.shared, self.groups))
@@ -152,8 +170,9 @@ class _Stream:
                 # The largest block first: smaller ones then find room in what it leaves.
                 for start in reversed(range(0, self.queries, self.count)):
                     stop = min(start + self.count, self.queries)
-                    keys = self.keys - self.queries + stop if self.causal else self.keys
-                    yield _Block(batches, shared, slice(start, stop), keys)
+                    seen = self.keys - self.queries + stop if self.causal else self.keys
+                    keys = min(-(-seen // self.step) * self.step, self.keys)
+                    yield _Block(batches, shared, slice(start, stop), slice(0, keys), keys - seen)
 
     # Parts of tensors.
 
@@ -185,7 +204,7 @@ class _Stream:
             return None
         batches = block.batches if len(self.mask) > 1 else slice(1)
         shared = block.shared if self.mask.shape[1] > 1 else slice(1)
-        return self.mask[batches, shared, :, block.rows, : block.keys].flip(3)
+        return self.mask[batches, shared, :, block.rows, block.keys].flip(3)
 
     # Forward.
 
@@ -196,9 +215,9 @@ class _Stream:
             return self.products
         if self.row is None:
             return None
-        first = self.queries - block.rows.stop
-        count = block.rows.stop - block.rows.start
-        return self.row[:, block.shared, :, first : first + count + block.keys - 1].unfold(3, block.keys, 1)
+        first, count = self.queries - block.rows.stop, block.rows.stop - block.rows.start
+        values = self.row[:, block.shared, :, first + block.keys.start : first + count + block.keys.stop - 1]
+        return values.unfold(3, block.keys.stop - block.keys.start, 1)
 
     def scores(self, block: _Block) -> Tensor:
         """s + g·B + mask; a score gate's g is left in the buffer "gate"."""
@@ -217,9 +236,10 @@ class _Stream:
 
     def _hide(self, scores: Tensor, block: _Block) -> None:
         lowest = torch.finfo(torch.float32).min
-        if self.causal:
+        if self.causal and block.is_last:
             count = scores.shape[3]
-            scores[..., block.keys - count :].masked_fill_(self.future[self.count - count :, :count], lowest)
+            last = count + block.after
+            scores[..., -last:].masked_fill_(self.future[self.count - count :, :last], lowest)
         mask = self.mask_of(block)
         if mask is not None and mask.dtype == torch.bool:
             scores.masked_fill_(~mask, lowest)
@@ -227,17 +247,30 @@ class _Stream:
             hidden = mask <= torch.finfo(mask.dtype).min / 2
             scores.add_(mask.masked_fill(hidden, 0.0)).masked_fill_(hidden, lowest)
 
-    def probability(self, block: _Block) -> Tensor:
-        """The softmax of `scores`, in a buffer of its own."""
-        scores = self.scores(block)
-        return torch.softmax(scores, -1, out=self._like(scores, "probability"))
+    def mixed(self, block: _Block) -> Tensor:
+        """The values that the block's queries get, (batch · key heads, heads that share one · rows, channels)."""
+        parts: list[tuple[Tensor, ...]] = []
+        for part in block.parts(self.part):
+            scores, is_whole = self.scores(part), part.is_last and not parts
+            highest = None if is_whole else scores.amax(-1, keepdim=True)
+            probability = torch.softmax(scores, -1, out=scores)
+            mixed = _product(self._halved(probability), self._seen(self.half[2], part))
+            if highest is None:
+                return mixed
+            # The sum of e^(score − highest), without another exponential.
+            parts.append((highest, probability.amax(-1, keepdim=True).reciprocal(), mixed))
+            # Not two blocks at once.
+            del scores, probability
+        highest, total, mixed = (torch.stack(x) for x in zip(*parts, strict=True))
+        weight = total * (highest - highest.amax(0)).exp()
+        return (mixed * (weight / weight.sum(0))).sum(0)
 
     def output(self) -> Tensor:
-        value = self.half[2]
-        output = value.new_empty(*self.query.shape[:4], value.shape[-1], dtype=self.dtype)
+        # Laid out as what comes next wants it: (batch, queries, heads, channels).
+        heads, width = self.shared * self.groups, self.value.shape[-1]
+        output = self._grouped(self.value.new_empty(self.batch, self.queries, heads, width).transpose(1, 2))
         for block in self.blocks():
-            mixed = _product(self._halved(self.probability(block)), self._seen(value, block))
-            output[block.queries] = self._by_head(mixed, block).flip(3)
+            output[block.queries] = self._by_head(self.mixed(block), block).flip(3)
         return output.flatten(1, 2)
 
     # Backward.
@@ -251,7 +284,8 @@ class _Stream:
         gradient = self._grouped(gradient)
         gradient, full_value = gradient.to(query.dtype), _dense(self.value)
         for block in self.blocks():
-            probability = self.probability(block)
+            scores = self.scores(block)
+            probability = torch.softmax(scores, -1, out=scores)
             self._add(by_value, block, self._halved(probability).mT, self._rows(gradient, block))
             inner = _all_pairs(self._rows(gradient, block).float(), self._seen(full_value, block))
             # By the scores. Rows are whole, so that their sum need not come from an output that was rounded.
@@ -259,7 +293,7 @@ class _Stream:
             inner.addcmul_(probability, inner.sum(-1, keepdim=True), value=-1)
             bias = self.products if self.a is not None else self.bias(block)
             if bias is not None:
-                by_bias = self._gradient_of_bias(inner, bias, block, by_factor)
+                by_bias = self._gradient_of_bias(inner, bias, block, by_factor, probability)
                 if by_row is not None and bias_moves:
                     first = self.queries - block.rows.stop
                     diagonals = self._sum_of_diagonals(by_bias)
@@ -283,10 +317,10 @@ class _Stream:
         part = total[block.seen]
         part.add_(_product(a, b).view(part.shape), alpha=scaling)
 
-    def _gradient_of_bias(self, inner: Tensor, bias: Tensor, block: _Block, by_factor: Any) -> Tensor:
-        """The gradient by B, by head; that of the scores, `inner`, gets what the gate adds to it, `by_factor` its own."""
+    def _gradient_of_bias(self, inner: Tensor, bias: Tensor, block: _Block, by_factor: Any, free: Tensor) -> Tensor:
+        """The gradient by B, by head, maybe in `free`; that of the scores, `inner`, gets what the gate adds to it."""
         scores, mask = self._by_head(inner, block), self.mask_of(block)
-        by_bias, free = scores, self._by_head(self._like(inner, "probability"), block)
+        by_bias, free = scores, self._by_head(free, block)
         if mask is not None:
             # A query that sees nothing has all keys alike, and no bias.
             hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2

@@ -19,8 +19,11 @@ LOWEST = torch.finfo(torch.float32).min
 
 @pytest.fixture
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(streamed_attention, "_SCORES", 1 << 10)
+    monkeypatch.setattr(streamed_attention, "_ROWS", 16)
+    monkeypatch.setattr(streamed_attention, "_SCORES", 1 << 8)
+    monkeypatch.setattr(streamed_attention, "_MOST", 1 << 10)
     monkeypatch.setattr(streamed_attention, "_LEAST", 4)
+    monkeypatch.setattr(streamed_attention, "_SHAPES", 4)
     monkeypatch.setattr(streamed_attention, "_SMALL", 1)
     monkeypatch.setattr(streamed_attention, "_LARGE", 1)
 
