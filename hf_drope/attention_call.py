@@ -12,12 +12,13 @@ class Position(NamedTuple):
     """Where a block of queries stands, read from the cache before the layer adds to it.
 
     query_offset: index of the first query; key_offset: index of the first key that attention will see (a sliding cache
-    forgets the oldest); hidden_states: the layer's input, for gates that read it.
+    forgets the oldest); hidden_states: the layer's input, for gates that read it; kept: what lives as long as the cache.
     """
 
     query_offset: int | Tensor
     key_offset: int | Tensor
     hidden_states: Tensor
+    kept: dict[Any, Any] | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -68,9 +69,9 @@ class AttentionCall(NamedTuple):
             key=self.key[:, :, keys],
             value=self.value[:, :, keys],
             mask=None if self.mask is None else self.mask[:, :, start:stop, keys],
-            position=Position(
-                position.query_offset + start,
-                position.key_offset + first_key,
-                position.hidden_states[:, start:stop],
+            position=position._replace(
+                query_offset=position.query_offset + start,
+                key_offset=position.key_offset + first_key,
+                hidden_states=position.hidden_states[:, start:stop],
             ),
         )

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention_call import Position
-from .biased_attention import attend
+from .biased_attention import OWN_KERNEL_QUERIES, attend
+from .disentangled_decoding import rotated_keys
 from .fp32_module import Fp32Module
 from .rotary_pairs import RotaryPairs
 
 _ROTATION = "apply_rotary_pos_emb"
 _DISPATCH = "ALL_ATTENTION_FUNCTIONS"
+# An attribute of a cache, with a dictionary a layer for what its generation need not work out anew.
+_KEPT = "_drope_kept"
 
 
 class ProjectionNorm(Fp32Module):
@@ -231,9 +234,8 @@ def _position(module: Any, given: dict[str, Any]) -> Position:
     _, key_offset = cache.get_mask_sizes(hidden_states.shape[1], module.layer_idx)
     query_offset = cache.get_seq_length(module.layer_idx)
     # A static cache advances its counter in place while it stores the new keys.
-    return Position(
-        query_offset.clone() if isinstance(query_offset, Tensor) else query_offset, key_offset, hidden_states
-    )
+    query_offset = query_offset.clone() if isinstance(query_offset, Tensor) else query_offset
+    return Position(query_offset, key_offset, hidden_states)
 
 
 class _WideningCache:
@@ -242,22 +244,26 @@ class _WideningCache:
     The cache then moves both together, whatever it does with them: reorder beams, crop, slide, quantise.
     """
 
-    def __init__(self, cache: Cache, bias: Any, layer_idx: int, offset: int | Tensor) -> None:
-        self.cache, self.bias, self.layer_idx, self.offset = cache, bias, layer_idx, offset
+    def __init__(self, cache: Cache, bias: Any, layer_idx: int, position: Position) -> None:
+        self.cache, self.bias, self.layer_idx, self.position = cache, bias, layer_idx, position
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        held = (
-            getattr(self.cache.layers[self.layer_idx], "keys", None)
-            if self.layer_idx < len(self.cache.layers)
-            else None
-        )
+        layers = self.cache.layers
+        held: Any = getattr(layers[self.layer_idx], "keys", None) if self.layer_idx < len(layers) else None
+        length = held.shape[2] if isinstance(held, Tensor) and held.dim() == 4 else 0
         # One that was laid out for keys alone stays so.
-        if not isinstance(held, Tensor) or held.dim() != 4 or held.shape[-1] != key.shape[-1]:
-            key = torch.cat([key, self.bias.rotated_keys(key, self.offset).to(key.dtype)], -1)
-        return self.cache.update(key, value, *args, **kwargs)
+        if length and held.shape[-1] == key.shape[-1]:
+            return self.cache.update(key, value, *args, **kwargs)
+        few = key.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
+        offset, kept = self.position.query_offset, self.position.kept
+        if few:
+            rotated = rotated_keys(self.bias, key, offset, length + key.shape[2], kept)
+        else:
+            rotated = self.bias.rotated_keys(key, offset).to(key.dtype)
+        return self.cache.update(torch.cat([key, rotated], -1), value, *args, **kwargs)
 
 
 def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
@@ -265,8 +271,12 @@ def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
     if getattr(bias, "keeps_rotated_keys", False) and not module.position_bias.reads_scores:
         for name, argument in given.items():
             if isinstance(argument, Cache):
-                offset = given["drope_position"].query_offset
-                given[name] = _WideningCache(argument, bias, module.layer_idx, offset)
+                position = given["drope_position"]
+                if not torch.compiler.is_compiling():
+                    layers = argument.__dict__.setdefault(_KEPT, {})
+                    position = position._replace(kept=layers.setdefault(module.layer_idx, {}))
+                given["drope_position"] = position
+                given[name] = _WideningCache(argument, bias, module.layer_idx, position)
 
 
 class _AttentionFunctions:

@@ -16,6 +16,7 @@ from .attention_call import AttentionCall, Position
 from .attention_masks import hide, mask_bias, scale_queries, visible, window_mask
 from .block_bias_attention import attend_in_blocks
 from .disentangled_bias import DisentangledBias
+from .disentangled_decoding import decoded_scores
 from .flex_attention_drope import flex_attention_with_bias, window_block_mask
 from .position_bias import LowRankBias, PositionBias, offsets, unfold_rows
 from .streamed_attention import streamed_attention
@@ -118,10 +119,11 @@ def _attend_disentangled(call: AttentionCall, few: bool) -> Any:
     if rotated is None or not few or bias.content_rotation.state != "dropped":
         wide_query, wide_key = bias(query, key, offset, factor, rotated, position.key_offset)
         return _attend_wider(call._replace(query=wide_query, key=wide_key))
-    query, scores = bias.decoded_scores(query, key, rotated, offset, position.key_offset, factor)
+    query, scores = decoded_scores(
+        bias, query, rotated, offset, position.key_offset, factor, call.scaling, position.kept
+    )
     # The fused kernel of the CPU takes a mask in fp32 whatever the queries are.
     dtype = torch.float32 if query.device.type == "cpu" else query.dtype
-    scores = scores * call.scaling
     if call.mask is not None:
         scores = mask_bias(scores, call.mask, dtype)
     elif query.shape[2] > 1:

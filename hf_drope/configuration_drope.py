@@ -35,6 +35,7 @@ TRAVELLING_FILES = (
     "position_shapes.py",
     "gates.py",
     "disentangled_bias.py",
+    "disentangled_decoding.py",
     "rotary_drope.py",
     "rotary_pairs.py",
     "fp32_module.py",

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from .fp32_module import Fp32Module, fill, fp32_parameter
 from .position_shapes import check_rotation
 from .rotary_drope import RopeScale
-from .rotary_pairs import RotaryPairs, scaled_frequencies, turns
+from .rotary_pairs import RotaryPairs, scaled_frequencies
 
 TERMS = ("p2p", "c2p", "p2c")
 
@@ -89,7 +89,7 @@ class DisentangledBias(Fp32Module):
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.terms, self.share, self.rank = tuple(terms), share, rank
         self.position_scaling, self.rope_fade = position_scaling, rope_fade
-        self._frequencies = tuple(scaled_frequencies(pairs, position_scaling))
+        self.pair_frequencies = tuple(scaled_frequencies(pairs, position_scaling))
         self.source, self.rotated = pairs, 2 * len(pairs.frequencies)
         check_rotation({"type": "disentangled", "rank": rank}, self.rotated)
         query_groups = {"head": num_heads, "kv_group": num_key_value_heads, "layer": 1}[share]
@@ -140,21 +140,22 @@ class DisentangledBias(Fp32Module):
         key = _repeated(self.key_mean.float(), self.num_key_value_heads)
         return query[:, None], key[:, None]
 
-    def _gain(self) -> Tensor | None:
+    def spread_gain(self) -> Tensor | None:
+        """M of each head and pair, (heads, 1, n, 2), or None for M = 1."""
         if self.gain is None:
             return None
         return _repeated(self.gain.float(), self.num_heads)[:, None]
 
     # Channels.
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The two halves of every pair: (..., head_dim) → 2 × (..., n)."""
         if self.source.interleaved:
             return x[..., 0 : self.rotated : 2], x[..., 1 : self.rotated : 2]
         return x[..., : self.rotated // 2], x[..., self.rotated // 2 : self.rotated]
 
     def _merge(self, first: Tensor, second: Tensor, x: Tensor) -> Tensor:
-        """The inverse of `_split`, with the channels of `x` that are never rotated."""
+        """The inverse of `split`, with the channels of `x` that are never rotated."""
         turned = (
             torch.stack([first, second], -1).flatten(-2) if self.source.interleaved else torch.cat([first, second], -1)
         )
@@ -177,21 +178,21 @@ class DisentangledBias(Fp32Module):
         """R applied to the chosen pairs of `x` (..., heads, n, head_dim) → (..., heads, n, 2 · pairs), in x's dtype."""
         heads = x.shape[-3]
         cos, sin = (part.to(x.dtype) for part in self._cos_sin(position, heads))
-        first, second = (self._chosen(half, heads) for half in self._split(x))
+        first, second = (self._chosen(half, heads) for half in self.split(x))
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     # Content.
 
     def _damped(self, query: Tensor, rope: Tensor | None) -> Tensor:
         """M'q̃ for centred queries q̃ (batch, heads, n, head_dim); RoPE at strength `rope` on the content takes M's place."""
-        gain = self._gain()
+        gain = self.spread_gain()
         if gain is None:
             return query
         a, b = gain[..., 0], gain[..., 1]
         if rope is not None:
             a, b = 1 + (1 - rope) * (a - 1), (1 - rope) * b
         a, b = a.to(query.dtype), b.to(query.dtype)
-        first, second = self._split(query)
+        first, second = self.split(query)
         return self._merge(a * first + b * second, a * second - b * first, query)
 
     def _content_cos_sin(self, position: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +212,7 @@ class DisentangledBias(Fp32Module):
 
     def _content_rotated(self, x: Tensor, position: Tensor, rope: Tensor) -> Tensor:
         cos, sin = (part.to(x.dtype) for part in self._content_cos_sin(position, rope))
-        first, second = self._split(x)
+        first, second = self.split(x)
         return self._merge(first * cos - second * sin, second * cos + first * sin, x)
 
     def content(
@@ -255,10 +256,15 @@ class DisentangledBias(Fp32Module):
         return factors
 
     def _p2c_keys(self, key: Tensor) -> Tensor:
-        # Without c2p the p2p term is among them.
-        return key if "p2p" in self.terms and "c2p" not in self.terms else key - self.means()[1].to(key.dtype)
+        return key - self.centre_of_keys().to(key.dtype)
 
-    def _in_terms(self) -> Tensor:
+    def centre_of_keys(self) -> Tensor:
+        """What the p2c term takes off a key, (key/value heads, 1, head_dim)."""
+        mean = self.means()[1]
+        # Without c2p the p2p term is in p2c.
+        return 0 * mean if "p2p" in self.terms and "c2p" not in self.terms else mean
+
+    def in_terms(self) -> Tensor:
         """1 for the channels that rotate in the terms, 0 for the others: (key/value heads or 1, 1, head_dim)."""
         channels = self.frequencies.new_zeros(1, 1, self.head_dim, dtype=torch.float32)
         if self.pairs is None:
@@ -270,7 +276,7 @@ class DisentangledBias(Fp32Module):
 
     def _removed(self) -> Tensor:
         """The share of μ_q whose un-rotated match with keys the p2c term replaces: (heads, 1, head_dim)."""
-        inside = self._in_terms()
+        inside = self.in_terms()
         return self.means()[0] * _repeated(inside, self.num_heads)
 
     # What a cache keeps.
@@ -283,44 +289,6 @@ class DisentangledBias(Fp32Module):
     def rotated_keys(self, key: Tensor, offset: int | Tensor) -> Tensor:
         """R_j of the p2c term's keys: `key` (batch, key/value heads, n, head_dim) at places offset … → (…, n, 2 · pairs)."""
         return self._rotate(self._p2c_keys(key), torch.arange(key.shape[-2], device=key.device) + offset)
-
-    def decoded_scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        rotated: Tensor,
-        query_offset: int | Tensor,
-        key_offset: int | Tensor,
-        factor: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Content queries (batch, heads, n, head_dim), to be matched with the keys as they are, and the position terms.
-
-        Args:
-            rotated: `rotated_keys` of all keys, the first of them at place `key_offset`.
-
-        Returns:
-            queries, and scores to add (batch, heads, n, keys) in fp32, before scaling; for a few queries, without gradients,
-            with RoPE dropped from the content.
-        """
-        strength = self.terms_scale if factor is None else factor * self.terms_scale
-        content, _ = self.content(query, key, query_offset, strength * self._removed())
-        places = torch.arange(query.shape[-2], device=query.device) + query_offset
-        query_mean, key_mean = (mean.to(query.dtype) for mean in self.means())
-        turned = self._rotate(query_mean.expand(-1, query.shape[-2], -1), places + key_offset)
-        scores = self._products(turned.expand(query.shape[0], -1, -1, -1), rotated).float()
-        if "c2p" in self.terms:
-            a = query if "p2p" in self.terms else query - query_mean
-            b = self._spread(key_mean * self._in_terms().to(key_mean.dtype))
-            (a1, a2), (b1, b2) = self._split(a.float()), self._split(b.float())
-            # By how far a key is turned against the query, and the same by the turns of both.
-            even, odd = a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
-            angle = places.float()[:, None] * self.frequencies.float()
-            cos, sin = angle.cos(), angle.sin()
-            weights = torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1) * self.source.amplitude**2
-            length = 1 << max(key.shape[-2] - 1, 1).bit_length()
-            table = turns(self._frequencies, length, self.frequencies)[: key.shape[-2]]
-            scores = scores + weights @ table.T
-        return content, scores * strength
 
     def forward(
         self,
@@ -374,12 +342,12 @@ class DisentangledBias(Fp32Module):
         centred = query - query_mean
         if self.content_rotation.state == "dropped":
             centred = centred - self._damped(centred, None)
-        constant = (centred * self._spread(key_mean)).sum(-1, keepdim=True)
+        constant = (centred * self.spread(key_mean)).sum(-1, keepdim=True)
         return torch.cat([a, constant], -1), torch.cat([b, torch.ones_like(b[..., :1])], -1)
 
     def content_scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
         """The content part of the scores, complete and in fp32: (batch, heads, queries, keys), for gates that read it."""
-        return self._products(*self.content_product(query, key, query_offset))
+        return self.products(*self.content_product(query, key, query_offset))
 
     def terms_product(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """`scores` as a product, for terms that are not clipped: a and b as in `content_product`."""
@@ -387,7 +355,7 @@ class DisentangledBias(Fp32Module):
         places, key_places = self._places(query, key, query_offset)
         left, right = [query[..., :0]], [key[..., :0]]
         for a, b in self._factors(query, key):
-            still = a * self._spread(self._in_terms())
+            still = a * self.spread(self.in_terms())
             a, b = (x.expand(len(query), -1, -1, -1) for x in (a, b))
             left += [self._rotate(a, places), -still.expand(len(query), -1, -1, -1)]
             right += [self._rotate(b, key_places), b]
@@ -396,29 +364,32 @@ class DisentangledBias(Fp32Module):
     def scores(self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0) -> Tensor:
         """Σ over terms of (R_Δ − 1), in fp32: (batch, heads, queries, keys); what a gate multiplies, before scaling."""
         if not self.is_dense:
-            return self._products(*self.terms_product(query, key, query_offset))
+            return self.products(*self.terms_product(query, key, query_offset))
         query, key = query.float(), key.float()
         places, key_places = self._places(query, key, query_offset)
         total = query.new_zeros(query.shape[0], 1, 1, 1)
         furthest = self.position_scaling["max_distance"]  # type: ignore[index]
         for a, b in self._factors(query, key):
-            turned = self._products(self._rotate(a, places), self._rotate(b, key_places))
+            turned = self.products(self._rotate(a, places), self._rotate(b, key_places))
             # As if every such key stood at 0 and every query at `furthest`.
-            far = self._products(
+            far = self.products(
                 self._rotate(a, torch.full_like(places, furthest)), self._rotate(b, torch.zeros_like(key_places))
             )
             turned = torch.where(key_places - places[:, None] < -furthest, far, turned)
-            total = total + turned - self._products(a * self._spread(self._in_terms()), b)
+            total = total + turned - self.products(a * self.spread(self.in_terms()), b)
         return total * self.terms_scale
 
-    def _spread(self, per_key_head: Tensor) -> Tensor:
+    def spread(self, per_key_head: Tensor) -> Tensor:
+        """What each key/value head, or all, has, for each head."""
         return _repeated(per_key_head, self.num_heads)
 
-    def _products(self, a: Tensor, b: Tensor) -> Tensor:
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
         """a·b with key heads shared by groups of query heads: (batch, heads, queries, keys)."""
         a, b = (x if x.dim() == 4 else x[None] for x in (a, b))
-        grouped = a.unflatten(1, (b.shape[1], a.shape[1] // b.shape[1]))
-        return (grouped @ b[:, :, None].transpose(-1, -2)).flatten(1, 2)
+        groups = a.shape[1] // b.shape[1]
+        # A group's queries as rows of one product: broadcast keys would be copied for every head.
+        grouped = a.unflatten(1, (b.shape[1], groups)).flatten(2, 3)
+        return (grouped @ b.transpose(-1, -2)).unflatten(2, (groups, -1)).flatten(1, 2)
 
     @property
     def is_dense(self) -> bool:

@@ -74,7 +74,8 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.autocast(gradient.device.type, enabled=False):
-            stream = _Stream(*ctx.saved_tensors, *ctx.settings, True)
+            inputs: Any = (*ctx.saved_tensors, *ctx.settings, True)
+            stream = _Stream(*inputs)
             moving = any(ctx.needs_input_grad[3:6])
             return (*stream.gradients(gradient, moving), None, None, None, None)
 

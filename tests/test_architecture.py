@@ -17,7 +17,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 FLOORS = [
     {"configuration_drope", "fp32_module", "hardware", "position_shapes", "rotary_drope", "rotary_pairs"},
     {"disentangled_bias", "gates", "streamed_attention"},
-    {"position_bias"},
+    {"position_bias", "disentangled_decoding"},
     {"attention_call", "attention_masks"},
     {"attention_backends", "block_bias_attention", "flex_attention_drope"},
     {"biased_attention"},

@@ -781,6 +781,31 @@ def test_classification_models_have_the_bias_too(family, tmp_path):
     assert_close(logits(converted, ids), logits(stock, ids))
 
 
+@torch.no_grad()
+def test_what_a_cache_keeps_of_parameters_follows_them():
+    model, ids = build("llama", rank=4), random_ids(1, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    plain = copy.deepcopy(cache)
+    assert plain.__dict__.pop("_drope_kept")
+
+    def step(cache):
+        return model(ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
+
+    first = step(cache)
+    assert torch.equal(first, step(plain))
+    for change in (
+        lambda: model.set_terms_scale(0.5),
+        lambda: [bias.bias.query_mean.mul_(1.5) for bias in model.position_biases()],
+        lambda: [bias.bias.pairs.copy_(1 - bias.bias.pairs.clamp(max=1)) for bias in model.position_biases()],
+    ):
+        change()
+        second = step(cache)
+        assert torch.equal(second, step(plain))
+        assert not torch.equal(first, second)
+        first = second
+
+
 # Compiling.
 
 
