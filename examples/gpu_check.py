@@ -18,11 +18,13 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 from hf_drope import DroPEParameters, apply_drope
 from hf_drope.bench import bench, default_config
 from hf_drope.bench_report import describe
+from hf_drope.cache_argument import cache_argument
 
 GATES = (None, "head", "query", "score")
 BIASES: dict[str, dict[str, Any]] = {
@@ -79,10 +81,11 @@ def steps_with_a_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of the last four tokens, one at a time after a prompt whose second row is padded on the left."""
     mask, prompt = torch.ones_like(ids), ids.shape[1] - 4
     mask[1, : prompt // 3] = 0
-    cache = model(ids[:, :prompt], attention_mask=mask[:, :prompt], use_cache=True).past_key_values
+    cached = cache_argument(model, DynamicCache(config=model.config))
+    model(ids[:, :prompt], attention_mask=mask[:, :prompt], **cached)
     steps = []
     for end in range(prompt + 1, ids.shape[1] + 1):
-        steps.append(model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        steps.append(model(ids[:, end - 1 : end], attention_mask=mask[:, :end], **cached).logits)
     return torch.cat(steps, 1)
 
 
@@ -182,6 +185,7 @@ def main() -> int:
     parser.add_argument("--biases", nargs="+", choices=BIASES, default=list(BIASES), metavar="NAME")
     parser.add_argument("--backends", nargs="+", metavar="NAME", help="(default: all that are installed)")
     arguments = parser.parse_args()
+    disable_progress_bar()
     device, started = arguments.device, time.perf_counter()
     lengths = [256] if device == "cpu" else [4096, 16384, 65536]
     lengths = lengths if arguments.lengths is None else arguments.lengths

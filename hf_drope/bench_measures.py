@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from .attention_drope import is_attention
+from .cache_argument import cache_argument
 
 # "memory" is the peak of a prefill with the weights, "train-memory" that of a training step, "attention-memory" what one
 # attention layer adds by itself.
@@ -63,7 +64,7 @@ def _time_decoding(model: Any, ids: Any) -> float:
     batch, length = ids.shape
     probe: Any = DynamicCache(config=model.config)
     cache = DynamicCache(config=model.config)
-    model(ids[:, :1], past_key_values=probe)
+    model(ids[:, :1], **cache_argument(model, probe))
     for index, layer in enumerate(probe.layers):
         key, value = (
             torch.randn(batch, x.shape[1], length, x.shape[3], dtype=model.dtype, device=model.device)
@@ -71,11 +72,12 @@ def _time_decoding(model: Any, ids: Any) -> float:
         )
         cache.update(key, value, index)
 
-    model(ids[:, :1], past_key_values=cache)
+    cached = cache_argument(model, cache)
+    model(ids[:, :1], **cached)
 
     def decode() -> None:
         for step in range(_DECODED):
-            model(ids[:, step : step + 1], past_key_values=cache)
+            model(ids[:, step : step + 1], **cached)
 
     return _timed(decode, model.device) / _DECODED
 

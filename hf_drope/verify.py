@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import checkpoint
+from .cache_argument import cache_argument
 from .configuration_drope import DroPEParameters, auto_map
 from .conversion_plan import ConversionError, plan_conversion, read_source
 
@@ -279,9 +280,10 @@ class _Run:
 
         full = self.logits(self.model)
         cache, half = DynamicCache(config=self.model.config), self.ids.shape[1] // 2
-        parts = [self.logits(self.model, self.ids[:, :half], past_key_values=cache, use_cache=True)]
+        cached = {**cache_argument(self.model, cache), "use_cache": True}
+        parts = [self.logits(self.model, self.ids[:, :half], **cached)]
         for index in range(half, self.ids.shape[1]):
-            parts.append(self.logits(self.model, self.ids[:, index : index + 1], past_key_values=cache, use_cache=True))
+            parts.append(self.logits(self.model, self.ids[:, index : index + 1], **cached))
         difference = (torch.cat(parts, dim=1) - full).abs().max().item() / full.abs().max().item()
         return difference <= 1e-4, f"relative difference {difference:.1e} over {self.ids.shape[1] - half} steps"
 

@@ -15,7 +15,15 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 # A room imports from rooms below it only; rooms of the same floor do not know each other.
 FLOORS = [
-    {"configuration_drope", "fp32_module", "hardware", "position_shapes", "rotary_drope", "rotary_pairs"},
+    {
+        "cache_argument",
+        "configuration_drope",
+        "fp32_module",
+        "hardware",
+        "position_shapes",
+        "rotary_drope",
+        "rotary_pairs",
+    },
     {"disentangled_bias", "gates", "streamed_attention"},
     {"position_bias", "disentangled_decoding"},
     {"attention_call", "attention_masks"},
