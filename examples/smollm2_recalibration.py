@@ -204,6 +204,9 @@ def ablations(run: Experiment) -> dict[str, Callable[[], Any]]:
     cooled = DroPESchedule(warmup=0, transition=0.3)
     return {
         "content term as it is (M = 1), closed form": lambda: run.calibrated("disentangled", 0, 0, content="identity"),
+        **{
+            f"rank {rank}, calibrated": lambda rank=rank: run.calibrated("disentangled", rank=rank) for rank in (32, 24)
+        },
         "position parameters alone, distilled": trained(position_only=True, distill=1.0, position_learning_rate=1e-3),
         "distilled, weight 0.5": trained(distill=0.5),
         "one learning rate": trained(position_learning_rate=1e-4),

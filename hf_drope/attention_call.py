@@ -12,7 +12,8 @@ class Position(NamedTuple):
     """Where a block of queries stands, read from the cache before the layer adds to it.
 
     query_offset: index of the first query; key_offset: index of the first key that attention will see (a sliding cache
-    forgets the oldest); hidden_states: the layer's input, for gates that read it; kept: what lives as long as the cache.
+    forgets the oldest); hidden_states: the layer's input, for gates that read it; kept: a dictionary for what the steps of a
+    generation need not work out anew, or None.
     """
 
     query_offset: int | Tensor

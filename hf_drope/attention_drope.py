@@ -13,21 +13,22 @@ import inspect
 from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention_call import Position
-from .biased_attention import OWN_KERNEL_QUERIES, attend
+from .biased_attention import are_few, attend
 from .disentangled_decoding import rotated_keys
 from .fp32_module import Fp32Module
 from .rotary_pairs import RotaryPairs
 
 _ROTATION = "apply_rotary_pos_emb"
 _DISPATCH = "ALL_ATTENTION_FUNCTIONS"
-# An attribute of a cache, with a dictionary a layer for what its generation need not work out anew.
-_KEPT = "_drope_kept"
+# For each cache and layer what its generation need not work out anew.
+_kept: WeakKeyDictionary[Cache, dict[int, dict[Any, Any]]] = WeakKeyDictionary()
 
 
 class ProjectionNorm(Fp32Module):
@@ -253,14 +254,14 @@ class _WideningCache:
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = self.cache.layers
         held: Any = getattr(layers[self.layer_idx], "keys", None) if self.layer_idx < len(layers) else None
-        length = held.shape[2] if isinstance(held, Tensor) and held.dim() == 4 else 0
+        is_laid_out = isinstance(held, Tensor) and held.dim() == 4
         # One that was laid out for keys alone stays so.
-        if length and held.shape[-1] == key.shape[-1]:
+        if is_laid_out and held.shape[-1] == key.shape[-1]:
             return self.cache.update(key, value, *args, **kwargs)
-        few = key.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
         offset, kept = self.position.query_offset, self.position.kept
-        if few:
-            rotated = rotated_keys(self.bias, key, offset, length + key.shape[2], kept)
+        if are_few(key):
+            length = key.shape[2] + (held.shape[2] if is_laid_out else 0)
+            rotated = rotated_keys(self.bias, key, offset, length, kept)
         else:
             rotated = self.bias.rotated_keys(key, offset).to(key.dtype)
         return self.cache.update(torch.cat([key, rotated], -1), value, *args, **kwargs)
@@ -273,7 +274,10 @@ def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
             if isinstance(argument, Cache):
                 position = given["drope_position"]
                 if not torch.compiler.is_compiling():
-                    layers = argument.__dict__.setdefault(_KEPT, {})
+                    layers = _kept.setdefault(argument, {})
+                    # A prompt begins anew: parameters may have been written to in ways that leave no trace.
+                    if position.hidden_states.shape[1] > 1:
+                        layers.pop(module.layer_idx, None)
                     position = position._replace(kept=layers.setdefault(module.layer_idx, {}))
                 given["drope_position"] = position
                 given[name] = _WideningCache(argument, bias, module.layer_idx, position)

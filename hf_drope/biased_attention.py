@@ -62,13 +62,18 @@ def attend(
     return _attend(call) if module.window is None else _attend_within_window(call)
 
 
+def are_few(states: Tensor) -> bool:
+    """Whether queries or keys (batch, heads, n, channels) are those of decoding, for which there are shorter ways in fp32."""
+    few = states.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
+    return few and states.dtype != torch.float64
+
+
 def _attend(call: AttentionCall) -> Any:
     position_bias = call.module.position_bias
     if position_bias is None:
         return call.run()
     # Decoding: a row of scores is less than a copy of all keys with more channels.
-    few = call.query.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
-    few = few and call.implementation in ("eager", "sdpa")
+    few = are_few(call.query) and call.implementation in ("eager", "sdpa")
     if isinstance(position_bias.bias, DisentangledBias):
         if not position_bias.bias.is_dense and not position_bias.reads_scores:
             return _attend_disentangled(call, few)

@@ -256,13 +256,12 @@ class DisentangledBias(Fp32Module):
         return factors
 
     def _p2c_keys(self, key: Tensor) -> Tensor:
-        return key - self.centre_of_keys().to(key.dtype)
+        return key - self.means()[1].to(key.dtype) if self.centres_keys else key
 
-    def centre_of_keys(self) -> Tensor:
-        """What the p2c term takes off a key, (key/value heads, 1, head_dim)."""
-        mean = self.means()[1]
-        # Without c2p the p2p term is in p2c.
-        return 0 * mean if "p2p" in self.terms and "c2p" not in self.terms else mean
+    @property
+    def centres_keys(self) -> bool:
+        """Whether the p2c term is for k − μ_k; without c2p the p2p term is in it, and it is for k."""
+        return "p2p" not in self.terms or "c2p" in self.terms
 
     def in_terms(self) -> Tensor:
         """1 for the channels that rotate in the terms, 0 for the others: (key/value heads or 1, 1, head_dim)."""

@@ -18,16 +18,6 @@ from .disentangled_bias import DisentangledBias
 from .rotary_pairs import turns
 
 
-class _Keys(NamedTuple):
-    """The same for keys, each twice for cos and sin: which channels, what to take off them, (key/value heads, 1, 4 · pairs);
-    signs of (key/value heads, 2, 2 · pairs) places in a row of [cos, sin]."""
-
-    channels: Tensor
-    mean: Tensor
-    signs: Tensor
-    chosen: Tensor
-
-
 class _Terms(NamedTuple):
     """What parameters alone decide, in fp32, for pairs in halves whatever the source's layout; f is the number of pairs.
 
@@ -41,6 +31,19 @@ class _Terms(NamedTuple):
     swapped: Tensor
     removed: Tensor
     turned: Tensor
+    chosen: Tensor
+
+
+class _Keys(NamedTuple):
+    """What parameters alone decide of how keys turn.
+
+    channels, mean: (key/value heads, 1, 4 · pairs): the channels of all chosen pairs, [k1, k2] for cos and [k2, k1] for sin,
+    and what the p2c term takes off them. signs: (key/value heads, 2, 2 · pairs), of those products. chosen: as in `_Terms`.
+    """
+
+    channels: Tensor
+    mean: Tensor
+    signs: Tensor
     chosen: Tensor
 
 
@@ -62,7 +65,7 @@ def decoded_scores(
         query_offset: index of the first query among the keys.
         factor: a gate's value, broadcastable to (batch, heads, n, 1).
         scaling: of the scores.
-        kept: where to keep what parameters decide, until they change; one dictionary a cache and layer.
+        kept: where to keep what parameters decide, until they change; one dictionary a generation and layer.
 
     Returns:
         queries, and scores to add to theirs (batch, heads, n, keys) in fp32, scaled; without gradients, for a bias with the
@@ -95,7 +98,10 @@ def decoded_scores(
 def rotated_keys(
     bias: DisentangledBias, key: Tensor, offset: int | Tensor, length: int, kept: dict[Any, Any] | None
 ) -> Tensor:
-    """`bias.rotated_keys` of a few keys (batch, key/value heads, n, head_dim), without gradients; `length`: of all keys."""
+    """`bias.rotated_keys` of a few keys (batch, key/value heads, n, head_dim), without gradients.
+
+    length: of the table of rotations that is looked up for places within it.
+    """
     terms = _kept(_keys, bias, kept)
     row = _turns_at(bias, offset, key.shape[-2], length)
     chosen = key.gather(-1, terms.channels.expand(*key.shape[:-1], -1)).float() - terms.mean
@@ -110,11 +116,12 @@ def _picked(row: Tensor, chosen: Tensor, like: Tensor) -> Tensor:
 
 def _kept(work_out: Callable[..., Any], bias: DisentangledBias, kept: dict[Any, Any] | None, *settings: Any) -> Any:
     """What `work_out` makes of the bias and the settings; anew only if they have changed, where there is `kept`."""
-    if kept is None:
+    parameters = [bias.query_mean, bias.key_mean, bias.gain, bias.pairs, bias.terms_scale]
+    # Inference tensors do not count what is written to them.
+    if kept is None or any(x is not None and x.is_inference() for x in parameters):
         return work_out(bias, *settings)
-    parameters = (bias.query_mean, bias.key_mean, bias.gain, bias.pairs, bias.terms_scale)
-    # Which tensors, and how often each has been written to.
-    state = [(x.data_ptr(), None if x.is_inference() else x._version) for x in parameters if x is not None]
+    # Which tensors, and how often each has been written to, but for writes through `.data`.
+    state = [(x.data_ptr(), x._version) for x in parameters if x is not None]
     held = kept.get(work_out.__name__)
     if held is None or held[0] != (state, settings):
         kept[work_out.__name__] = held = (state, settings), work_out(bias, *settings)
@@ -125,8 +132,8 @@ def _kept(work_out: Callable[..., Any], bias: DisentangledBias, kept: dict[Any, 
 def _keys(bias: DisentangledBias) -> _Keys:
     chosen, pairs = _chosen(bias), bias.rotated // 2
     first, second = bias.split(torch.arange(bias.head_dim, device=chosen.device))
-    channels = torch.cat([(first[chosen]), second[chosen], second[chosen], first[chosen]], -1)
-    mean = bias.centre_of_keys().expand(len(chosen), 1, -1).gather(-1, channels)
+    channels = torch.cat([first[chosen], second[chosen], second[chosen], first[chosen]], -1)
+    mean = bias.means()[1].gather(-1, channels) * float(bias.centres_keys)
     one = torch.ones(chosen.shape, device=chosen.device)
     signs = torch.cat([torch.cat([one, one], -1), torch.cat([-one, one], -1)], 1) * bias.source.amplitude
     return _Keys(channels, mean, signs, _places_in_row(chosen, pairs))
@@ -197,7 +204,8 @@ def _table(bias: DisentangledBias, length: int) -> Tensor:
 
 def _turns_at(bias: DisentangledBias, first: int | Tensor, count: int, length: int) -> Tensor:
     """[cos, sin] of all pairs at the places first …: (count, 2f); a part of the table for `length` places if they are in it."""
-    if isinstance(first, int) and first + count <= length:
+    # A compiler would make a graph for each length of the table.
+    if isinstance(first, int) and first + count <= length and not torch.compiler.is_compiling():
         return _table(bias, length)[first : first + count]
     places = torch.arange(count, device=bias.frequencies.device) + first
     angle = places.float()[:, None] * bias.frequencies.float()

@@ -3,10 +3,10 @@
     softmax(s + g·B + mask) v,    B = R(j − i) or a_i·b_j or nothing,    g = σ(s / T), or a number a query, or 1
 
 Scores are made for a few queries and keys at a time, for all heads that share a key head at once, so that they stay in the
-processor's cache while gate, bias (a strided view of one row of values), mask and softmax go over them; a softmax over parts of
-its keys is put together by their sums (https://arxiv.org/abs/1805.02867). Nothing of a block is kept: the backward pass, whose
-blocks have all keys, makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the softmax are in the dtype
-of the values, as in the fused kernels. This file travels with every checkpoint.
+processor's cache while gate, bias (a strided view of one row of values), mask and softmax go over them; a softmax over parts
+of its keys is put together by their sums (https://arxiv.org/abs/1805.02867). Nothing of a block is kept: the backward pass,
+whose blocks have all keys, makes it anew, and memory grows linearly with length. Scores are in fp32; the products after the
+softmax are in the dtype of the values, as in the fused kernels. This file travels with every checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hardware import cpu_multiplies_bf16
 # Rows of a block, over all heads of a group: products of fewer are slow. And the most scores of a block, which glibc would map
 # and clear each time from 32 MiB on; the most in the backward pass, which holds several; the fewest queries of a block.
 _ROWS, _SCORES, _MOST, _LEAST = 384, 3 << 21, 1 << 22, 8
-# How many numbers of keys blocks may have.
+# How many different numbers of keys the blocks, or parts of blocks, may have.
 _SHAPES = 32
 # Scores of a block that more key heads join, and multiplications from which on oneDNN is worth its preparation.
 _SMALL, _LARGE = 1 << 20, 1 << 21
@@ -151,8 +151,11 @@ class _Stream:
         rows = (min(_ROWS, _MOST // self.keys) if whole_rows else _ROWS) // self.groups
         self.count = max(1, min(max(rows, _LEAST), self.queries))
         # Numbers of keys are multiples of a step: even rows are faster, and oneDNN keeps a megabyte for each shape of a product.
-        self.step = self.count * max(1, self.keys // (_SHAPES * self.count))
-        self.part = self.step * max(1, _SCORES // (self.groups * self.count * self.step))
+        most = self.keys if whole_rows else min(self.keys, _SCORES // (self.groups * self.count))
+        self.step = self.count * max(1, -(-most // (_SHAPES * self.count)))
+        self.part = self.step * max(1, most // self.step)
+        self.products: Tensor | None = None
+        self.keeps_products = whole_rows
         # Where queries are few, several key heads, or texts, at once.
         self.pairs = max(1, _SMALL // (self.groups * self.count * self.keys))
         self.buffers: dict[str, Tensor] = {}
@@ -212,8 +215,10 @@ class _Stream:
     def bias(self, block: _Block) -> Tensor | None:
         """B, by head."""
         if self.a is not None and self.b is not None:
-            self.products = self._by_head(_all_pairs(self._rows(self.a, block), self._seen(self.b, block)), block)
-            return self.products
+            products = self._by_head(_all_pairs(self._rows(self.a, block), self._seen(self.b, block)), block)
+            # The backward pass reads them again.
+            self.products = products if self.keeps_products else None
+            return products
         if self.row is None:
             return None
         first, count = self.queries - block.rows.stop, block.rows.stop - block.rows.start

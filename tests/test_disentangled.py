@@ -21,6 +21,7 @@ from hf_drope import (
     apply_drope,
     block_bias_attention,
     convert_checkpoint,
+    disentangled_decoding,
     drope_class,
     plan_conversion,
 )
@@ -781,29 +782,78 @@ def test_classification_models_have_the_bias_too(family, tmp_path):
     assert_close(logits(converted, ids), logits(stock, ids))
 
 
+CHANGES = {
+    "terms_scale": lambda model, biases: model.set_terms_scale(0.5),
+    "query_mean": lambda model, biases: [bias.query_mean.mul_(1.5) for bias in biases],
+    "key_mean": lambda model, biases: [bias.key_mean.mul_(1.5) for bias in biases],
+    "gain": lambda model, biases: [bias.gain.mul_(1.5) for bias in biases],
+    "pairs": lambda model, biases: [bias.pairs.copy_(1 - bias.pairs.clamp(max=1)) for bias in biases],
+    "another tensor": lambda model, biases: [
+        setattr(b, "key_mean", torch.nn.Parameter(2 * b.key_mean)) for b in biases
+    ],
+}
+
+
 @torch.no_grad()
-def test_what_a_cache_keeps_of_parameters_follows_them():
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_generation_keeps_of_parameters_follows_them(change, monkeypatch):
+    made = []
+    work_out = disentangled_decoding._terms
+    monkeypatch.setattr(disentangled_decoding, "_terms", lambda *args: made.append(1) or work_out(*args))
     model, ids = build("llama", rank=4), random_ids(1, 9)
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
-    plain = copy.deepcopy(cache)
-    assert plain.__dict__.pop("_drope_kept")
 
     def step(cache):
-        return model(ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
+        return model(ids[:, :1], past_key_values=cache).logits
 
-    first = step(cache)
-    assert torch.equal(first, step(plain))
-    for change in (
-        lambda: model.set_terms_scale(0.5),
-        lambda: [bias.bias.query_mean.mul_(1.5) for bias in model.position_biases()],
-        lambda: [bias.bias.pairs.copy_(1 - bias.bias.pairs.clamp(max=1)) for bias in model.position_biases()],
-    ):
-        change()
-        second = step(cache)
-        assert torch.equal(second, step(plain))
-        assert not torch.equal(first, second)
-        first = second
+    step(cache)
+    step(cache)
+    # Once a layer in the prompt, which is short, and not again.
+    assert len(made) == 2
+    unchanged = step(copy.deepcopy(cache))
+    CHANGES[change](model, [bias.bias for bias in model.position_biases()])
+    # A copy keeps nothing.
+    expected = step(copy.deepcopy(cache))
+    made.clear()
+    assert torch.equal(step(cache), expected)
+    assert len(made) == 2
+    assert not torch.equal(expected, unchanged)
+
+
+@torch.no_grad()
+def test_a_prompt_works_out_anew_what_was_kept():
+    """Writes through `.data` leave no trace on a parameter."""
+    model, ids = build("llama"), random_ids(1, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for bias in model.position_biases():
+        bias.bias.query_mean.data.mul_(2.0)
+    cache.crop(-5)
+    kept = model(ids[:, :2], past_key_values=copy.deepcopy(cache)).logits
+    assert torch.equal(model(ids[:, :2], past_key_values=cache).logits, kept)
+
+
+@every_layout
+@pytest.mark.parametrize("terms", [["p2p", "c2p", "p2c"], ["c2p", "p2c"], ["p2p", "p2c"], ["p2c"]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"rank": 2}, {"share": "layer"}, {"share": "kv_group", "content": "identity"}], ids=str
+)
+@torch.no_grad()
+def test_few_queries_get_the_scores_of_wide_heads(settings, terms, layout):
+    bias, query, key = layer_bias(layout, terms=terms, terms_scale=0.7, **settings)
+    gate = torch.rand(1, 4, 3, 1, generator=torch.Generator().manual_seed(2))
+    for key_offset in (0, 5):
+        rotated = bias.rotated_keys(key, key_offset)
+        ours = disentangled_decoding.rotated_keys(bias, key[:, :, -3:], key_offset + 6, 9, {})
+        torch.testing.assert_close(ours, rotated[:, :, -3:], atol=1e-5, rtol=1e-5)
+        for factor in (None, gate):
+            wide = products(*bias(query[:, :, -3:], key, 6, factor, rotated, key_offset))
+            content, added = disentangled_decoding.decoded_scores(
+                bias, query[:, :, -3:], rotated, 6, key_offset, factor, 0.5, {}
+            )
+            scores = 0.5 * products(content, key) + added
+            torch.testing.assert_close(from_first_key(scores), 0.5 * from_first_key(wide), atol=1e-5, rtol=1e-5)
 
 
 # Compiling.

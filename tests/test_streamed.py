@@ -120,6 +120,7 @@ def test_without_the_products_of_onednn_it_is_the_same(monkeypatch):
     check(70, 90, "score", "bool", True, torch.float32, 1e-5)
 
 
+@pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize("half", [True, False])
 def test_half_precision_with_and_without_instructions_for_it(half, monkeypatch):
     monkeypatch.setattr(streamed_attention, "cpu_multiplies_bf16", lambda: half)
@@ -131,6 +132,33 @@ def test_half_precision_with_and_without_instructions_for_it(half, monkeypatch):
 @pytest.mark.parametrize("gate", [None, "head", "query", "score"])
 def test_the_stream_is_dense_attention(gate, mask):
     check(70, 70, gate, mask, True, torch.float32, 1e-5)
+
+
+def cut(query: Any, key: Any, mask: Any = None) -> Any:
+    """The stream of plain attention, its output, and how many keys each part of it has."""
+    stream = streamed_attention._Stream(query, key, key, None, None, None, None, None, mask, mask is None, SCALING)
+    parts = [[part.keys for part in block.parts(stream.part)] for block in stream.blocks()]
+    return stream.output(), parts
+
+
+@pytest.mark.parametrize("kind", [None, "bool", "additive"])
+def test_keys_are_cut_and_queries_that_see_nothing_see_all_alike(kind, request):
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(2, heads, 70, WIDTH, generator=generator) for heads in (HEADS, KEY_HEADS))
+    mask = make_mask(kind, 70, 70)
+    if mask is not None:
+        mask[1, :, 5] = False if kind == "bool" else LOWEST
+    whole, parts = cut(query, key, mask)
+    assert {len(keys) for keys in parts} == {1}
+    request.getfixturevalue("several_blocks")
+    output, parts = cut(query, key, mask)
+    assert max(map(len, parts)) > 2
+    for keys in parts:
+        assert [part.start for part in keys] == [0, *(part.stop for part in keys[:-1])]
+    torch.testing.assert_close(output, whole, atol=1e-6, rtol=1e-5)
+    if mask is not None:
+        average = key.repeat_interleave(HEADS // KEY_HEADS, 1).mean(2)
+        torch.testing.assert_close(output[1, :, 5], average[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("several_blocks")
