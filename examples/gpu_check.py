@@ -185,6 +185,8 @@ def main() -> int:
     parser.add_argument("--biases", nargs="+", choices=BIASES, default=list(BIASES), metavar="NAME")
     parser.add_argument("--backends", nargs="+", metavar="NAME", help="(default: all that are installed)")
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not cuda:
+        parser.error(f"--device {arguments.device}: PyTorch finds no GPU here; leave it out to check on the CPU")
     disable_progress_bar()
     device, started = arguments.device, time.perf_counter()
     lengths = [256] if device == "cpu" else [4096, 16384, 65536]

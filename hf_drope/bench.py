@@ -14,13 +14,16 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .bench_measures import MEASURES, PEAKS, STATUS, measurement
 from .bench_report import Row
 from .bench_variants import STOCK, Variant, build, too_large, variants
+from .modeling_drope import apply_drope
 
 USUAL_MEASURES = ("prefill", "memory", "decode", "train")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLASH = {"flash_attention_2": "flash_attn_2", "flash_attention_3": "flash_attn_3", "flash_attention_4": "flash_attn_4"}
 # Variants measured between two runs of the stock model, so that both see the same machine.
 _GROUP = 3
 
@@ -98,10 +101,13 @@ def bench(
         "machine", "settings", "rows" (`Row` as dicts) and "skipped" (variant → why).
 
     Raises:
-        ValueError: no model, an unknown measure, variant or dtype, or a length that does not fit in memory; nothing was run.
+        ValueError: no model or none that converts, an unknown measure, variant, dtype, device or backend, or a length that
+            does not fit in memory; nothing was run.
     """
     _check(lengths, measures, dtype, device, rounds, batch_size)
+    _check_backends((*backends, stock_backend))
     config = load_config(model)
+    _check_family(config)
     chosen = _choose(variants(tuple(backends)), only, every)
     place, kind = torch.device(device), DTYPES[dtype]
     _check_memory(config, lengths, measures, kind, place, batch_size, longest_training)
@@ -170,6 +176,10 @@ def _check(
         for number in numbers:
             if number < (2 if name == "length" else 1):
                 raise ValueError(f"{name} is {number}; it has to be at least {2 if name == 'length' else 1}.")
+    try:
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} is not here: {str(error).splitlines()[0]}") from error
     if set(PEAKS) & set(measures) and torch.device(device).type == "cpu" and not STATUS.is_file():
         raise ValueError("Peak memory on the CPU is read from /proc, which only Linux has; leave 'memory' out.")
     try:
@@ -177,6 +187,21 @@ def _check(
         torch.nn.functional.scaled_dot_product_attention(one @ one, one, one, is_causal=True)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{device} cannot compute in {dtype}: {str(error).splitlines()[0]}") from error
+
+
+def _check_backends(backends: Sequence[str]) -> None:
+    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    for name in backends:
+        if name not in known:
+            raise ValueError(f"backend is {name!r}; known are {', '.join(sorted(known))}.")
+        if name.startswith("flash_attention") and not getattr(transformers.utils, f"is_{_FLASH[name]}_available")():
+            raise ValueError(f"backend {name!r} is not installed here; use one of 'eager', 'sdpa', 'flex_attention'.")
+
+
+def _check_family(config: Any) -> None:
+    """Refuse a model that has no converted form before anything is measured."""
+    with torch.device("meta"):
+        apply_drope(AutoModelForCausalLM.from_config(config))
 
 
 def _check_memory(
@@ -221,7 +246,7 @@ def _choose(found: list[Variant], only: Sequence[str] | None, every: bool) -> li
     chosen = [v for v in found if any(v.name == x or (x not in names and v.name.startswith(x)) for x in only)]
     if not chosen:
         raise ValueError(
-            f"No variant begins with {' or '.join(map(repr, only))}; there are {', '.join(sorted(names))}."
+            f"No variant begins with {' or '.join(map(repr, only))}; there are {', '.join(map(repr, sorted(names)))}."
         )
     return chosen
 

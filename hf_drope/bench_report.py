@@ -69,7 +69,14 @@ def describe(result: dict[str, Any]) -> str:
     lengths = sorted({row.length for row in rows})
     cells = {(row.measure, row.variant, row.length): row for row in rows}
     device = result["settings"]["device"]
-    lines = [", ".join(result["machine"].values()), ""]
+    settings = result["settings"]
+    where = ", ".join(
+        value if name in ("cpu", "gpu") else f"{name} {value}" for name, value in result["machine"].items()
+    )
+    lines = [
+        f"{where}, {settings['threads']} threads, {settings['dtype']}; ratios to {STOCK}, peaks of memory as well",
+        "",
+    ]
     for measure in dict.fromkeys(row.measure for row in rows):
         names = list(dict.fromkeys(row.variant for row in rows if row.measure == measure))
         width = max(map(len, names))
@@ -115,6 +122,11 @@ def _kinds(variant: str) -> list[str]:
         kinds = score or [kind for kind in ("NoPE", "low rank", "table", "log", "linear") if name.startswith(kind)]
     kinds = [f"{kind} flex" for kind in kinds] if on_flex else kinds
     return kinds if name == "NoPE" or on_flex else [*kinds, "any bias"]
+
+
+def has_targets(result: dict[str, Any]) -> bool:
+    """Whether anything that was measured has a target: some lengths and variants have none."""
+    return any(target(Row(**row), result["settings"]["device"]) is not None for row in result["rows"])
 
 
 def missed(result: dict[str, Any]) -> list[Row]:

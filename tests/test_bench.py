@@ -57,6 +57,12 @@ def test_the_command_writes_json(config, tmp_path, capsys):
     assert "NoPE" in capsys.readouterr().out
 
 
+def test_a_family_that_does_not_convert_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "hidden_size": 8, "n_head": 2}')
+    with pytest.raises(ValueError, match="no position encoding here that hf_drope could take out"):
+        bench(tmp_path, lengths=[8], progress=False)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -65,8 +71,13 @@ def test_the_command_writes_json(config, tmp_path, capsys):
         (["--lengths", "1000000000"], "length 1000000000 needs about"),
         (["--dtype", "int3"], "dtype is 'int3'; known are"),
         (["--only", "nothing"], "No variant begins with 'nothing'"),
+        (["--device", "xyz"], "device 'xyz' is not here"),
+        (["--backends", "sdpaa"], "backend is 'sdpaa'; known are"),
+        (["--json", "/nowhere/out.json"], "/nowhere/out.json is in a folder that does not exist"),
+        (["--lengths", "8", "--rounds", "1", "--measures", "decode", "--only", "NoPE", "--check"], "has a target"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given, sentence, capsys):
+def test_what_cannot_be_measured_is_refused(given, sentence, config, capsys):
+    given = given if "--model" in given else ["--model", str(config), *given]
     assert main(["bench", *given]) == 2
     assert sentence in capsys.readouterr().err
