@@ -154,7 +154,7 @@ class DisentangledBias(Fp32Module):
             return x[..., 0 : self.rotated : 2], x[..., 1 : self.rotated : 2]
         return x[..., : self.rotated // 2], x[..., self.rotated // 2 : self.rotated]
 
-    def _merge(self, first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+    def merge(self, first: Tensor, second: Tensor, x: Tensor) -> Tensor:
         """The inverse of `split`, with the channels of `x` that are never rotated."""
         turned = (
             torch.stack([first, second], -1).flatten(-2) if self.source.interleaved else torch.cat([first, second], -1)
@@ -193,7 +193,7 @@ class DisentangledBias(Fp32Module):
             a, b = 1 + (1 - rope) * (a - 1), (1 - rope) * b
         a, b = a.to(query.dtype), b.to(query.dtype)
         first, second = self.split(query)
-        return self._merge(a * first + b * second, a * second - b * first, query)
+        return self.merge(a * first + b * second, a * second - b * first, query)
 
     def _content_cos_sin(self, position: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE at strength `rope` as the model-level seam fades it, from the source's own frequencies."""
@@ -213,7 +213,7 @@ class DisentangledBias(Fp32Module):
     def _content_rotated(self, x: Tensor, position: Tensor, rope: Tensor) -> Tensor:
         cos, sin = (part.to(x.dtype) for part in self._content_cos_sin(position, rope))
         first, second = self.split(x)
-        return self._merge(first * cos - second * sin, second * cos + first * sin, x)
+        return self.merge(first * cos - second * sin, second * cos + first * sin, x)
 
     def content(
         self, query: Tensor, key: Tensor, query_offset: int | Tensor = 0, removed: Tensor | None = None
@@ -271,7 +271,7 @@ class DisentangledBias(Fp32Module):
         else:
             empty = channels.new_zeros(self.num_key_value_heads, self.rotated // 2)
             one = empty.scatter(1, self.pairs.long(), 1.0)[:, None]
-        return self._merge(one, one, channels.expand(one.shape[0], -1, -1))
+        return self.merge(one, one, channels.expand(one.shape[0], -1, -1))
 
     def _removed(self) -> Tensor:
         """The share of μ_q whose un-rotated match with keys the p2c term replaces: (heads, 1, head_dim)."""

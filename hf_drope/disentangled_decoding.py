@@ -1,6 +1,6 @@
 """A disentangled bias for a few tokens more, whose keys join a cache. This file travels with every checkpoint.
 
-A step of decoding is many small operations, so what follows from the bias's parameters alone is worked out once a cache. With
+A step of decoding is many small operations, so what follows from the bias's parameters alone is worked out once a generation. With
 h = [h1, h2] the halves of all pairs of a query and h' = [h2, h1], content and what is matched with turned keys are all
 
     constant + direct · h + swapped · h'
@@ -72,7 +72,8 @@ def decoded_scores(
         p2c term, not clipped, with RoPE dropped from the content.
     """
     terms = _kept(_terms, bias, kept, scaling, factor is not None)
-    halves, swapped, rest = _halves(bias, query.float())
+    full = query.float()
+    halves, swapped = _halves(bias, full)
     linear = torch.addcmul(terms.constant, halves[..., None, :], terms.direct)
     linear = linear.addcmul_(swapped[..., None, :], terms.swapped)
     content = linear[..., 0, :]
@@ -92,7 +93,9 @@ def decoded_scores(
         by_cos, by_sin = (linear[..., part, :].unflatten(-1, (2, pairs)) for part in (1, 2))
         weights = torch.addcmul(by_cos * cos, by_sin, sin).flatten(-2)
         scores = scores + weights @ _table(bias, keys).T
-    return _joined(bias, content, rest).to(query.dtype), scores if factor is None else scores * factor
+    first, second = content.chunk(2, -1)
+    content = bias.merge(first, second, full).to(query.dtype)
+    return content, scores if factor is None else scores * factor
 
 
 def rotated_keys(
@@ -157,7 +160,7 @@ def _terms(bias: DisentangledBias, scaling: float, gated: bool) -> _Terms:
     heads, key_heads, pairs = bias.num_heads, bias.num_key_value_heads, bias.rotated // 2
     query_mean, key_mean = bias.means()
     inside, amplitude = bias.in_terms(), bias.source.amplitude
-    mean, swapped_mean, _ = _halves(bias, query_mean)
+    mean, swapped_mean = _halves(bias, query_mean)
     strength = bias.terms_scale
     removed = _halves(bias, query_mean * bias.spread(inside))[0] * strength
     gain = bias.spread_gain()
@@ -181,19 +184,11 @@ def _terms(bias: DisentangledBias, scaling: float, gated: bool) -> _Terms:
     return _Terms(linear[0], linear[1], linear[2], removed, turned, _places_in_row(chosen, pairs))
 
 
-def _halves(bias: DisentangledBias, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[h1, h2] and [h2, h1] of all pairs, and the channels that are never rotated."""
+def _halves(bias: DisentangledBias, x: Tensor) -> tuple[Tensor, Tensor]:
+    """[h1, h2] and [h2, h1] of all pairs."""
     first, second = bias.split(x)
-    is_laid_out = not bias.source.interleaved
-    halves = x[..., : bias.rotated] if is_laid_out else torch.cat([first, second], -1)
-    return halves, torch.cat([second, first], -1), x[..., bias.rotated :]
-
-
-def _joined(bias: DisentangledBias, halves: Tensor, rest: Tensor) -> Tensor:
-    """The inverse of `_halves`."""
-    first, second = halves.chunk(2, -1)
-    turned = torch.stack([first, second], -1).flatten(-2) if bias.source.interleaved else halves
-    return turned if not rest.shape[-1] else torch.cat([turned, rest], -1)
+    halves = torch.cat([first, second], -1) if bias.source.interleaved else x[..., : bias.rotated]
+    return halves, torch.cat([second, first], -1)
 
 
 def _table(bias: DisentangledBias, length: int) -> Tensor:

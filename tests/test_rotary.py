@@ -103,11 +103,10 @@ def test_angle_fade_rotates_by_the_scaled_angle(layout, scale):
         assert amplitude > 1.01
 
 
-@every_layout
+# YaRN's amplitude fades as well.
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "yarn"])
 def test_scaled_angle_equals_scaled_positions(layout):
     """With a whole number of positions per step the fade can be had from the stock model itself."""
-    if layout == "yarn":
-        pytest.skip("its amplitude fades as well")
     ids = random_ids(1, 9)
     positions = torch.arange(9)[None] * 4
     mask = torch.ones_like(ids)
