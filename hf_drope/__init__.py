@@ -86,7 +86,8 @@ def _register(_: ModuleType) -> None:
 
     if not config_class_listeners:
         config_class_listeners.append(register_real_classes)
-    for model_type in SUPPORTED_MODEL_TYPES:
+    # An older Transformers may lack some.
+    for model_type in filter(CONFIG_MAPPING.__contains__, SUPPORTED_MODEL_TYPES):
         name, class_name = drope_model_type(model_type), auto_map(model_type)["AutoConfig"].rpartition(".")[2]
         if name in CONFIG_MAPPING and CONFIG_MAPPING[name].__name__ != class_name:
             raise ImportError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -23,9 +24,11 @@ from .attention_call import Position
 from .biased_attention import are_few, attend
 from .disentangled_decoding import rotated_keys
 from .fp32_module import Fp32Module
+from .rotary_drope import NoRotation, TwoStrengths
 from .rotary_pairs import RotaryPairs
 
-_ROTATION = "apply_rotary_pos_emb"
+# How families call the function that rotates queries and keys.
+_ROTATION = re.compile(r"_?apply_rotary(_pos)?_emb(_interleave)?$")
 _DISPATCH = "ALL_ATTENTION_FUNCTIONS"
 # For each cache and layer what its generation need not work out anew.
 _kept: WeakKeyDictionary[Cache, dict[int, dict[Any, Any]]] = WeakKeyDictionary()
@@ -52,10 +55,10 @@ class ProjectionNorm(Fp32Module):
 class QKNorm(nn.Module):
     """The optional norms of the projected queries and keys (`qk_norm` "q", "k" or "qk")."""
 
-    def __init__(self, which: str, query_size: int, key_size: int) -> None:
+    def __init__(self, which: str, query_size: int, key_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.q_norm = ProjectionNorm(query_size) if "q" in which else nn.Identity()
-        self.k_norm = ProjectionNorm(key_size) if "k" in which else nn.Identity()
+        self.q_norm = ProjectionNorm(query_size, eps) if "q" in which else nn.Identity()
+        self.k_norm = ProjectionNorm(key_size, eps) if "k" in which else nn.Identity()
 
 
 class _NormedRotation(NamedTuple):
@@ -94,14 +97,27 @@ def rebind(function: Any, names: dict[str, Any]) -> FunctionType:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether the module's own `forward` asks the attention interface for its function."""
+    names = _global_names(module)
+    crosses = getattr(module, "is_cross_attention", False) or "cross_attention_states" in _parameters(module.forward)
+    return _DISPATCH in names and not crosses
+
+
+def rotates_by_itself(module: nn.Module) -> bool:
+    """Whether a module rotates queries and keys and does not go through the attention interface."""
+    names = _global_names(module)
+    return _DISPATCH not in names and any(map(_ROTATION.match, names))
+
+
+def _global_names(module: nn.Module) -> tuple[str, ...]:
+    """What the module's own `forward` speaks of outside itself."""
     code = getattr(innermost(type(module).forward), "__code__", None)
-    return code is not None and _DISPATCH in code.co_names and not getattr(module, "is_cross_attention", False)
+    return () if code is None else code.co_names
 
 
 def _rotation_for(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock rotation, returning its inputs untouched where there is no cos and sin to rotate by."""
-    parameters = list(inspect.signature(stock).parameters)
-    states = min(parameters.index(name) for name in ("cos", "sin", "freqs_cis") if name in parameters)
+    parameters = list(_parameters(stock))
+    states = _states(parameters)
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *(kwargs.pop(name) for name in parameters[len(args) :] if name in kwargs)]
@@ -109,30 +125,90 @@ def _rotation_for(stock: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(angles[0], _NormedRotation):
             norm, first = angles[0]
             tensors, angles = [norm.q_norm(tensors[0]), norm.k_norm(tensors[1])], [first, *angles[1:]]
-        if angles[0] is None:
+        if angles[0] is None or isinstance(angles[0], NoRotation):
             return tensors[0] if states == 1 else tuple(tensors)
         return stock(*tensors, *angles)
 
     return rotate
 
 
+def _states(parameters: list[str]) -> int:
+    """How many tensors a rotation function turns."""
+    return min(parameters.index(name) for name in ("cos", "sin", "freqs_cis") if name in parameters)
+
+
 def rotates_queries_and_keys_together(attention: type) -> bool:
     """Whether the stock rotation sees queries and keys at once and whole, as the optional QK-norm needs."""
-    stock = innermost(attention.forward).__globals__.get(_ROTATION)  # type: ignore[attr-defined]
-    return stock is not None and list(inspect.signature(stock).parameters)[:3] == ["q", "k", "cos"]
+    rotations = rotation_functions(attention)
+    return len(rotations) == 1 and all(list(_parameters(f))[:3] == ["q", "k", "cos"] for f in rotations.values())
 
 
-def rotary_pairs(rotary: nn.Module, config: Any, attention: type) -> RotaryPairs:
+def rotation_functions(attention: type) -> dict[str, Any]:
+    """The stock functions, by name, with which a stock attention class rotates queries and keys."""
+    code = innermost(attention.forward)  # type: ignore[attr-defined]
+    names = (name for name in code.__code__.co_names if _ROTATION.match(name))
+    return {name: code.__globals__[name] for name in names if name in code.__globals__}
+
+
+def _parameters(function: Any) -> Any:
+    return inspect.signature(function).parameters
+
+
+def is_given_rotations(attention: type) -> bool:
+    """Whether the model makes the rotations and hands them to its layers, as most do."""
+    return "position_embeddings" in _parameters(attention.forward)  # type: ignore[attr-defined]
+
+
+def layer_type_of(rotary: nn.Module, module: Any, config: Any) -> str | None:
+    """What a rotary module that rotates by layer type is asked for by this attention module; None for other ones."""
+    if "layer_type" not in _parameters(rotary.forward):
+        return None
+    return getattr(module, "layer_type", None) or config.layer_types[module.layer_idx]
+
+
+class _RotatedError(Exception):
+    """The rotation was reached."""
+
+
+class _AnyRotation(tuple):
+    """Stands for rotations that nobody looks at, of whatever form."""
+
+    def to(self, *_: Any, **__: Any) -> _AnyRotation:
+        return self
+
+
+@torch.no_grad()
+def rotates(module: Any, hidden_size: int) -> bool:
+    """Whether this stock attention layer rotates at all, seen by what it does to one token: some families rotate in some layers."""
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise _RotatedError
+
+    rotations = rotation_functions(type(module))
+    if not rotations:
+        return False
+    forward = rebind(type(module).forward, dict.fromkeys(rotations, reached))
+    weight = next(module.parameters())
+    token = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
+    try:
+        forward(module, token, position_embeddings=_AnyRotation((None, None)), attention_mask=None)
+    except _RotatedError:
+        return True
+    return False
+
+
+def rotary_pairs(rotary: nn.Module, config: Any, attention: type, layer_type: str | None = None) -> RotaryPairs:
     """Which channels the source's rotation turns and how fast, read off its own rotary module and rotation function.
 
     Raises:
         ValueError: the rotation pairs its channels in a way that is not known here.
     """
-    stock = innermost(attention.forward).__globals__[_ROTATION]  # type: ignore[attr-defined]
-    names = list(inspect.signature(stock).parameters)
-    if "cos" not in names or "sin" not in names:
+    rotations = rotation_functions(attention)
+    stock = next(iter(rotations.values()))
+    names = list(_parameters(stock))
+    if len(rotations) > 1:
         raise ValueError(
-            f"{attention.__name__} rotates without cos and sin, which a disentangled bias cannot take apart."
+            f"{attention.__name__} rotates a part of its keys alone, which a disentangled bias cannot take apart."
         )
     # A fresh one: the model's own is on the meta device while a checkpoint loads, or may have been cast.
     with torch.device("cpu"):
@@ -141,59 +217,65 @@ def rotary_pairs(rotary: nn.Module, config: Any, attention: type) -> RotaryPairs
             # A load in half precision changes it, and a table of sines would be rounded.
             torch.set_default_dtype(torch.float32)
             fresh: Any = type(rotary)(config)
-            angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))
+            by_type = () if layer_type is None else (layer_type,)
+            angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long), *by_type)
         finally:
             torch.set_default_dtype(default)
-        if hasattr(fresh, "inv_freq"):
-            frequencies = getattr(fresh, "original_inv_freq", fresh.inv_freq).double().tolist()
+        if not isinstance(angles, tuple):
+            angles = (angles,)
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        held = getattr(fresh, f"{prefix}original_inv_freq", getattr(fresh, f"{prefix}inv_freq", None))
+        if held is not None:
+            frequencies = held.double().tolist()
         else:
             cos, sin = angles if names.index("cos") < names.index("sin") else angles[::-1]
             frequencies = torch.atan2(sin.double(), cos.double()).flatten().tolist()
         width = 2 * len(frequencies)
         probe = torch.zeros(1, 1, 1, width, dtype=torch.float32)
         probe[..., 0] = 1.0
-        states = min(names.index("cos"), names.index("sin"))
+        states = _states(names)
         turned = stock(*[probe] * states, *angles)
         turned = (turned[0] if states > 1 else turned).flatten()
     partner = int(turned[1:].abs().argmax()) + 1
     if partner not in (1, width // 2):
         raise ValueError(f"{attention.__name__} pairs channel 0 with channel {partner}, which is not known here.")
-    amplitude = float(getattr(fresh, "attention_scaling", 1.0))
+    if turned[partner] < 0:
+        # A few families turn the other way round.
+        frequencies = [-frequency for frequency in frequencies]
+    amplitude = float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
     return RotaryPairs(tuple(frequencies), partner == 1 and width > 2, amplitude)
 
 
 _attention_classes: dict[type, type] = {}
 
 
-def drope_attention_class(stock: Any, rotary: bool) -> type:
-    """A subclass of the stock attention class `stock` with the seam in place; `rotary`: the model rotates here.
+def drope_attention_class(stock: Any) -> type:
+    """A subclass of the stock attention class `stock` with the seam in place.
 
     Raises:
         ValueError: the stock code does not use a name that has to be rebound.
     """
     if stock in _attention_classes:
         return _attention_classes[stock]
-    code = innermost(stock.forward)
-    for name in (_DISPATCH, _ROTATION) if rotary else (_DISPATCH,):
-        if name not in code.__code__.co_names or name not in code.__globals__:
-            raise ValueError(
-                f"{stock.__name__} does not call {name} in its forward, so hf_drope cannot change how it encodes "
-                "position; use a family whose attention goes through the Transformers attention interface."
-            )
+    code, arguments = innermost(stock.forward), list(_parameters(stock.forward))[1:]
+    rotations = rotation_functions(stock)
+    if is_given_rotations(stock) and not rotations:
+        raise ValueError(
+            f"{stock.__name__} is given rotations and calls none of the functions by which families rotate, so hf_drope "
+            "cannot change how it encodes position."
+        )
     names: dict[str, Any] = {_DISPATCH: _AttentionFunctions(code.__globals__[_DISPATCH])}
-    if _ROTATION in code.__globals__:
-        names[_ROTATION] = _rotation_for(code.__globals__[_ROTATION])
+    names.update({name: _rotation_for(function) for name, function in rotations.items()})
     stock_forward = rebind(stock.forward, names)
-    arguments = list(inspect.signature(stock.forward).parameters)[1:]
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(arguments, args, strict=False)), **kwargs}
         embeddings = given.get("position_embeddings")
         if embeddings is not None:
-            if len(embeddings) == 4:
-                embeddings = embeddings[2:] if self.keeps_rope else embeddings[:2]
-            if self.qk_norm is not None:
+            if isinstance(embeddings, TwoStrengths):
+                embeddings = embeddings.stock if self.keeps_rope else embeddings.faded
+            if self.adds_qk_norm and self.qk_norm is not None:
                 embeddings = (_NormedRotation(self.qk_norm, embeddings[0]), *embeddings[1:])
             given["position_embeddings"] = embeddings
         if self.needs_position:
@@ -232,11 +314,17 @@ def _position(module: Any, given: dict[str, Any]) -> Position:
     if cache is None:
         return Position(0, 0, hidden_states)
     # Per layer: within one forward the lower layers have already added the new tokens.
-    _, key_offset = cache.get_mask_sizes(hidden_states.shape[1], module.layer_idx)
-    query_offset = cache.get_seq_length(module.layer_idx)
+    index = _cache_layer(module, given)
+    _, key_offset = cache.get_mask_sizes(hidden_states.shape[1], index)
+    query_offset = cache.get_seq_length(index)
     # A static cache advances its counter in place while it stores the new keys.
     query_offset = query_offset.clone() if isinstance(query_offset, Tensor) else query_offset
     return Position(query_offset, key_offset, hidden_states)
+
+
+def _cache_layer(module: Any, given: dict[str, Any]) -> int:
+    """Where the cache holds the module's keys: a stack that a model goes through several times keeps its rounds apart."""
+    return module.layer_idx + given.get("cycle_offset", 0)
 
 
 class _WideningCache:
@@ -270,6 +358,7 @@ class _WideningCache:
 def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
     bias = getattr(module.position_bias, "bias", None)
     if getattr(bias, "keeps_rotated_keys", False) and not module.position_bias.reads_scores:
+        index = _cache_layer(module, given)
         for name, argument in given.items():
             if isinstance(argument, Cache):
                 position = given["drope_position"]
@@ -277,10 +366,10 @@ def _keep_rotated_keys(module: Any, given: dict[str, Any]) -> None:
                     layers = _kept.setdefault(argument, {})
                     # A prompt begins anew: parameters may have been written to in ways that leave no trace.
                     if position.hidden_states.shape[1] > 1:
-                        layers.pop(module.layer_idx, None)
-                    position = position._replace(kept=layers.setdefault(module.layer_idx, {}))
+                        layers.pop(index, None)
+                    position = position._replace(kept=layers.setdefault(index, {}))
                 given["drope_position"] = position
-                given[name] = _WideningCache(argument, bias, module.layer_idx, position)
+                given[name] = _WideningCache(argument, bias, index, position)
 
 
 class _AttentionFunctions:

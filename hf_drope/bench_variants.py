@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from .attention_drope import is_attention
 from .configuration_drope import DroPEParameters
 from .modeling_drope import apply_drope
+from .position_modules import rotary_places
 
 STOCK = "RoPE"
 _DENSE = "hf_drope_bench_dense"
@@ -89,10 +90,10 @@ def build(variant: Variant, stock: Any) -> Any:
         model.set_attn_implementation(variant.backend)
     elif "dense" in variant.name:
         _use_dense_bias(model)
-    elif hasattr(model.base_model, "rotary_emb"):
-        model.base_model.rotary_emb = _OneAndZero(model.base_model.rotary_emb)
-    else:
+    elif not rotary_places(model):
         raise ValueError(f"{type(model).__name__} has no rotation.")
+    for place in rotary_places(model) if variant.settings is None and "dense" not in variant.name else ():
+        place.put(_OneAndZero(place.module))
     return model
 
 

@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .attention_drope import rotary_pairs
+from .attention_drope import layer_type_of, rotary_pairs
 from .attention_masks import scale_queries
 from .distill import as_source
 from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate
 from .modeling_drope import apply_drope
 from .output_descent import at_rest, descend_to_outputs
 from .position_bias import PositionBias
+from .position_modules import rotary_places
 from .rotary_pairs import RotaryPairs
 from .top_k_logits import evaluating
 
@@ -242,7 +243,7 @@ def _check_model(model: Any) -> dict[Any, PositionBias]:
 def _check_source(model: Any, source: Any) -> None:
     """Refuse a source whose weights are not the model's."""
     if source is None:
-        if not hasattr(model.base_model, "rotary_emb"):
+        if not rotary_places(model):
             raise ValueError("This model's source has a learned position table; give the source model as well.")
         return
     base = getattr(source.config, "model_type", None)
@@ -311,10 +312,11 @@ def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tens
 
 
 def _pairs(model: Any, attention: Any) -> RotaryPairs | None:
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is None:
+    rotaries = [place.module for place in rotary_places(model)]
+    if not rotaries:
         return None
-    return rotary.pairs or rotary_pairs(rotary.rotary, model.config, type(attention).__mro__[1])
+    layer_type = layer_type_of(rotaries[0].rotary, attention, model.config)
+    return rotary_pairs(rotaries[0].rotary, model.config, type(attention).__mro__[1], layer_type)
 
 
 @contextmanager

@@ -71,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibration(sub, required=True)
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
 
+    sub = command(
+        "export", _export, "Write a model without position encoding as a plain checkpoint of its own architecture."
+    )
+    sub.add_argument("source", metavar="MODEL", help="a converted checkpoint folder")
+    sub.add_argument("target", metavar="OUT", help="the folder to write; appears when it is complete")
+    sub.add_argument("--format", choices=["stock"], default="stock", help="(default: stock)")
+    sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
+
     sub = command("verify", _verify, "Check a converted checkpoint against its source.")
     sub.add_argument("path", metavar="DST", help="a converted checkpoint folder")
     sub.add_argument("--against", metavar="SRC", required=True, help="the folder it was converted from")
@@ -237,6 +245,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
         for key, value in found.items():
             text = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
             print(f"{key:{width}}  {'–' if value in (None, {}) else text}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .export import export_checkpoint, plan_export
+
+    plan = plan_export(arguments.source)
+    target = export_checkpoint(plan, arguments.target, overwrite=arguments.overwrite)
+    print(f"{target}: {plan.config['model_type']} without rotation, loads without hf_drope")
     return 0
 
 

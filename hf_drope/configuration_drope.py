@@ -18,7 +18,82 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Families that the test matrix holds up; the mechanism itself asks no class for its name.
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "gptj", "gpt2")
+SUPPORTED_MODEL_TYPES: tuple[str, ...] = (
+    "arcee",
+    "aria_text",
+    "axk1",
+    "biogpt",
+    "bitnet",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "diffllama",
+    "doge",
+    "dots1",
+    "ernie4_5",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "jais2",
+    "kolibri1",
+    "laguna",
+    "lara_mini",
+    "lfm2",
+    "llama",
+    "llama4_text",
+    "mellum",
+    "minicpm3",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "modernbert-decoder",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "stablelm",
+    "starcoder2",
+    "youtu",
+)
 TRAVELLING_FILES = (
     "configuration_drope.py",
     "modeling_drope.py",
@@ -32,6 +107,7 @@ TRAVELLING_FILES = (
     "flex_attention_drope.py",
     "hardware.py",
     "position_bias.py",
+    "position_modules.py",
     "position_shapes.py",
     "gates.py",
     "disentangled_bias.py",
@@ -379,6 +455,25 @@ def auto_map(model_type: str) -> dict[str, str]:
     return entries
 
 
+# `attention_type` of the public DroPE checkpoints (https://github.com/SakanaAI/DroPE), and which projections have a norm.
+_PUBLIC_ATTENTION = {"nope": None, "q_norm_nope": "q", "k_norm_nope": "k", "qk_norm_nope": "qk"}
+
+
+def _read_public_fields(config: Any) -> None:
+    """Turn the fields of a public DroPE checkpoint into `drope_parameters`."""
+    kind, scale = config.attention_type, getattr(config, "softmax_scale", None)
+    if kind not in _PUBLIC_ATTENTION:
+        raise ValueError(f"attention_type is {kind!r}; it has to be one of {', '.join(map(repr, _PUBLIC_ATTENTION))}.")
+    settings: dict[str, Any] = {"rope_scale": 0.0, "qk_norm": _PUBLIC_ATTENTION[kind]}
+    if scale is not None:
+        # There the whole factor on the scores, here what 1 / √head_dim is multiplied by.
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        settings["attention_scale"] = {"factor": scale * head_dim**0.5}
+        del config.softmax_scale
+    del config.attention_type
+    config.drope_parameters = settings
+
+
 _config_classes: dict[type, type] = {}
 # Called with each new config class; the installed package registers its model classes here, a checkpoint's code nothing.
 config_class_listeners: list[Callable[[type], None]] = []
@@ -408,6 +503,8 @@ def drope_config_class(stock: Any) -> type:
 def _make_config_class(stock: Any) -> type:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         super(config_class, self).__post_init__(**kwargs)
+        if self.drope_parameters is None and hasattr(self, "attention_type"):
+            _read_public_fields(self)
         self.drope_parameters = DroPEParameters.from_dict(self.drope_parameters or {}).to_dict()
         # Entries of an earlier home ("owner/repo--module.Class") would send a later load to the network.
         self.auto_map = auto_map(stock.model_type)

@@ -23,19 +23,14 @@ from .configuration_drope import (
     drope_class_name,
     drope_model_type,
 )
-from .position_shapes import position_shapes
+from .conversion_additions import Additions, ConversionError, find_additions
 
 RECORD = "drope_conversion.json"
-SEED = 0
-_ATTENTION = re.compile(
-    r"^(?P<prefix>(?:.*\.)?(?P<layer>\d+)\.(?!crossattention\b)\w+)\.(?:q_proj|qkv_proj|query_key_value|c_attn)\.weight$"
-)
 _DROPPED = (
-    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq)$|\.attn\.embed_positions$"), "rotary buffer"),
+    (re.compile(r"(^|\.)rotary_emb\.(\w+_)?inv_freq$|\.attn\.embed_positions$"), "rotary buffer"),
     (re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$"), "causal mask buffer"),
 )
-LEARNED_TABLE = re.compile(r"(^|\.)wpe\.weight$")
-_NO_QK_NORM = ("gptj", "gpt2")
+LEARNED_TABLE = re.compile(r"(^|\.)(wpe|positions_embed|embed_positions|position_embeddings)\.weight$")
 # Keys that only quantised weights have, and the methods that write them.
 _QUANTISED = {
     "bitsandbytes": re.compile(r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\S+|SCB)$"),
@@ -53,10 +48,6 @@ _WEIGHTS = re.compile(
 _LEFT_OUT_FOLDERS = {".git": "version control", ".cache": "download cache", "original": "weights in another format"}
 
 
-class ConversionError(ValueError):
-    """A conversion that is refused; the message is one sentence and nothing was written."""
-
-
 @dataclass(frozen=True)
 class ShardPlan:
     """One weight file of the source; `kept` is None where it is copied as bytes."""
@@ -71,8 +62,7 @@ class ShardPlan:
 class ConversionPlan:
     """What a conversion will do.
 
-    `dropped` and `left_out` map a name to the reason, `added` a key to its shape; `attentions` are the key prefixes of the
-    layers' attention modules, `sizes` what the new shapes follow from, empty where there are none.
+    `dropped` and `left_out` map a name to the reason.
     """
 
     source: Path
@@ -81,12 +71,15 @@ class ConversionPlan:
     shards: tuple[ShardPlan, ...]
     extra_shard: str | None
     dropped: dict[str, str]
-    added: dict[str, list[int]]
+    additions: Additions
     copied: tuple[str, ...]
     left_out: dict[str, str]
     is_safetensors: bool
-    attentions: tuple[str, ...]
-    sizes: dict[str, int]
+
+    @property
+    def added(self) -> dict[str, list[int]]:
+        """Key → shape of the new position parameters."""
+        return self.additions.shapes
 
     @property
     def bytes(self) -> int:
@@ -130,10 +123,6 @@ class ConversionPlan:
         return "\n".join(lines)
 
 
-def first_of(config: dict[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
 def read_source(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     """The folder and its `config.json`; refuses what is not a local checkpoint folder."""
     path = Path(folder)
@@ -166,17 +155,16 @@ def plan_conversion(
         raise ConversionError(
             f"{source.name} holds quantised weights ({quantised}); convert the unquantised checkpoint."
         )
-    attentions = attention_prefixes(config, weights.tensors)
-    settings.check_layers(len(attentions))
     _refuse_settings(config, settings, weights.tensors)
+    new_config = _new_config(config, settings)
+    additions = find_additions(config, settings, weights.tensors, new_config)
+    added = additions.shapes
 
     dropped = {name: reason for name in weights.tensors if (reason := why_dropped(name, settings))}
     # Where the config does not say, GPT-2 is the one supported type that ties by default.
     if not weights.is_safetensors and config.get("tie_word_embeddings", config["model_type"] == "gpt2"):
         tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
         dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
-    sizes = sizes_of(config) if settings.position_bias is not None or settings.qk_norm is not None else {}
-    added = new_shapes(settings, sizes, attentions) if sizes else {}
     clash = next((name for name in added if name in weights.tensors), None)
     if clash is not None:
         raise ConversionError(f"{source.name} already holds {clash}, which this conversion would add.")
@@ -185,13 +173,11 @@ def plan_conversion(
     return ConversionPlan(
         source=source,
         parameters=settings,
-        config=_new_config(config, settings),
+        config=new_config,
         shards=shards,
         extra_shard=extra,
         dropped=dropped,
-        added=added,
-        attentions=tuple(attentions),
-        sizes=sizes,
+        additions=additions,
         copied=copied,
         left_out=left_out,
         is_safetensors=weights.is_safetensors,
@@ -221,10 +207,6 @@ def _refuse_settings(config: dict[str, Any], settings: DroPEParameters, tensors:
             f"rope_layers is {settings.rope_layers}, but {model_type} has a learned position table, which is added once "
             "before all layers; set rope_layers to null."
         )
-    if settings.qk_norm is not None and model_type in _NO_QK_NORM:
-        raise ConversionError(
-            f"qk_norm is {settings.qk_norm!r}, but {model_type} never holds its queries and keys together; set it to null."
-        )
     if settings.position_bias is not None and config.get("reorder_and_upcast_attn"):
         raise ConversionError(
             "reorder_and_upcast_attn is true in config.json, which bypasses a position bias; set it to false there first."
@@ -240,17 +222,6 @@ def quantised_key(tensors: dict[str, Any]) -> str | None:
     return None
 
 
-def attention_prefixes(config: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
-    """The key prefix of each layer's attention module, in the order of the layers."""
-    found = {int(match["layer"]): match["prefix"] for name in tensors if (match := _ATTENTION.match(name))}
-    layers = first_of(config, "num_hidden_layers", "n_layer")
-    if not found or sorted(found) != list(range(layers if isinstance(layers, int) else 0)):
-        raise ConversionError(
-            f"config.json speaks of {layers} layers, but the weights hold attention for {len(found)}."
-        )
-    return [found[index] for index in sorted(found)]
-
-
 def why_dropped(name: str, settings: DroPEParameters) -> str | None:
     for pattern, reason in _DROPPED:
         if pattern.search(name):
@@ -264,77 +235,6 @@ def _shares_storage(weights: checkpoint.Checkpoint, name: str) -> bool:
     file = next(file for file, tensors in weights.files.items() if name in tensors)
     state = checkpoint.load_bin(weights.folder / file)
     return any(other.data_ptr() == state[name].data_ptr() for key, other in state.items() if key != name)
-
-
-def new_shapes(settings: DroPEParameters, sizes: dict[str, int], attentions: list[str]) -> dict[str, list[int]]:
-    """The position parameters that the converted model has and its source lacks."""
-    found: dict[str, list[int]] = {}
-    for index, prefix in enumerate(attentions):
-        shapes = position_shapes(settings, **sizes, keeps_rope=index in (settings.rope_layers or ()))
-        found.update({f"{prefix}.{name}": shape for name, shape in shapes.items()})
-    return found
-
-
-def sizes_of(config: dict[str, Any]) -> dict[str, int]:
-    """What the shapes of position parameters follow from, as `position_shapes` takes it."""
-    heads = first_of(config, "num_attention_heads", "n_head")
-    groups = config.get("num_key_value_heads") or heads
-    hidden = first_of(config, "hidden_size", "n_embd")
-    if not all(isinstance(size, int) and size > 0 for size in (heads, groups, hidden)):
-        raise ConversionError(
-            f"config.json gives {heads} heads, {groups} key/value heads and hidden size {hidden}; "
-            "a position bias needs all three as whole numbers."
-        )
-    head_dim = config.get("head_dim") or hidden // heads
-    return {
-        "heads": heads,
-        "groups": groups,
-        "hidden_size": hidden,
-        "head_dim": head_dim,
-        "rotated": _rotated_channels(config, head_dim) // 2 * 2,
-    }
-
-
-def new_tensors(plan: ConversionPlan) -> dict[str, Any]:
-    """`plan.added` at their initial values, in fp32."""
-    import torch
-
-    from .position_bias import build_position_bias
-    from .rotary_pairs import RotaryPairs
-
-    settings, sizes = plan.parameters, plan.sizes
-    # Here for their number alone: a model makes the frequencies anew when it is loaded.
-    rotary = RotaryPairs((1.0,) * (sizes["rotated"] // 2)) if sizes["rotated"] else None
-    tensors: dict[str, Any] = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        for index, prefix in enumerate(plan.attentions):
-            bias = build_position_bias(
-                settings,
-                num_heads=sizes["heads"],
-                num_key_value_heads=sizes["groups"],
-                hidden_size=sizes["hidden_size"],
-                head_dim=sizes["head_dim"],
-                rotary=rotary,
-                keeps_rope=index in (settings.rope_layers or ()),
-            )
-            if bias is not None:
-                tensors.update({f"{prefix}.position_bias.{name}": value for name, value in bias.state_dict().items()})
-            norms = (name for name in plan.added if name.startswith(f"{prefix}.qk_norm."))
-            tensors.update({name: torch.ones(plan.added[name]) for name in norms})
-    return tensors
-
-
-def _rotated_channels(config: dict[str, Any], head_dim: int) -> int:
-    """Channels of a head that the source rotates: all, the first few (GPT-NeoX, GPT-J), or none (a learned table)."""
-    if config["model_type"] == "gpt2":
-        return 0
-    if config["model_type"] == "gptj":
-        # The config class's own default, and what null means there: all channels of the model, refused when it is loaded.
-        return config.get("rotary_dim", 64) or head_dim
-    share = first_of(config.get("rope_parameters") or {}, "partial_rotary_factor")
-    share = share or first_of(config, "partial_rotary_factor", "rotary_pct")
-    return int(head_dim * (share or (0.25 if config["model_type"] == "gpt_neox" else 1.0)))
 
 
 def _plan_shards(

@@ -21,18 +21,8 @@ from typing import Any
 
 from . import __version__, checkpoint, checkpoint_writing
 from .configuration_drope import TRAVELLING_FILES, DroPEParameters
-from .conversion_plan import (
-    LEARNED_TABLE,
-    RECORD,
-    SEED,
-    ConversionError,
-    ConversionPlan,
-    first_of,
-    new_tensors,
-    quantised_key,
-    read_source,
-    why_dropped,
-)
+from .conversion_additions import SEED, ConversionError, first_of, new_tensors
+from .conversion_plan import LEARNED_TABLE, RECORD, ConversionPlan, quantised_key, read_source, why_dropped
 from .new_folder import new_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -51,24 +41,34 @@ def convert_checkpoint(
     Raises:
         ConversionError: the target is refused, or there is not enough space; nothing was written.
     """
-    target = Path(dst).resolve()
-    _refuse_overlap(plan.source, target)
-    remove_leftovers(target)
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if plan.bytes > free:
-        raise ConversionError(f"{target.parent} has {free} bytes free, and this conversion needs {plan.bytes}.")
-    with _termination_raises(), new_folder(target) as work:
+    target = check_target(plan.source, dst, plan.bytes, overwrite)
+    with termination_raises(), new_folder(target) as work:
         _write(plan, work, progress)
     for reason, count in Counter(plan.dropped.values()).items():
         logger.info("%d × %s left out of %s", count, reason, target.name)
     return target
 
 
+def check_target(source: Path, dst: str | Path, needed: int, overwrite: bool) -> Path:
+    """The folder that may be written, cleared of what killed runs left beside it.
+
+    Raises:
+        ConversionError: it overlaps the source, is not empty, or has fewer than `needed` bytes free; nothing was written.
+    """
+    target = Path(dst).resolve()
+    _refuse_overlap(source, target)
+    remove_leftovers(target)
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ConversionError(f"The target {target} is not empty; choose another, or overwrite it with --overwrite.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise ConversionError(f"{target.parent} has {free} bytes free, and {needed} are needed.")
+    return target
+
+
 @contextmanager
-def _termination_raises() -> Iterator[None]:
+def termination_raises() -> Iterator[None]:
     """SIGTERM ends the block with SystemExit, so that it cleans up; a handler of the program's own stays in charge."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -117,7 +117,7 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
                 total += shard.bytes
             weight_map.update(dict.fromkeys(names, shard.target))
         if plan.extra_shard is not None:
-            new = new_tensors(plan)
+            new = new_tensors(plan.config, plan.parameters, plan.additions)
             checkpoint_writing.write_tensors(new, work / plan.extra_shard, bar.update)
             weight_map.update(dict.fromkeys(new, plan.extra_shard))
             total += sum(tensor.numel() * 4 for tensor in new.values())

@@ -205,7 +205,7 @@ class DisentangledBias(Fp32Module):
             return angle.cos() * factor, angle.sin() * factor
         weight = rope
         if self.rope_fade == "frequency":
-            faster = (source[None, :] > source[:, None]).sum(-1)
+            faster = (source.abs()[None, :] > source.abs()[:, None]).sum(-1)
             weight = (rope * len(source) - faster).clamp(0, 1)
         angle = place * source
         return 1 + weight * (angle.cos() * amplitude - 1), weight * angle.sin() * amplitude

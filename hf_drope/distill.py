@@ -30,7 +30,7 @@ from .top_k_logits import (
 )
 
 _IGNORED = -100
-_ADDED = ("position_bias", "qk_norm", "attention_scale", "window")
+_ADDED = ("position_bias", "attention_scale", "window")
 _NOT_FOR_TEACHER = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -105,6 +105,7 @@ def as_source(model: Any) -> Iterator[None]:
     changes: list[tuple[nn.Module, str, Any]] = [(module, "state", "stock") for module in encodings]
     changes += [(module, "deferred", False) for module in encodings if hasattr(module, "deferred")]
     changes += [(m, name, None) for m in attentions for name in _ADDED if getattr(m, name) is not None]
+    changes += [(module, "adds_qk_norm", False) for module in attentions if module.adds_qk_norm]
     with ExitStack() as stack:
         # PEFT trains whatever it turns on again, frozen before or not.
         for parameter in model.parameters():

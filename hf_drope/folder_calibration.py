@@ -16,6 +16,7 @@ from . import checkpoint, checkpoint_writing
 from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import DroPEParameters
 from .conversion_plan import RECORD, read_source
+from .position_modules import rotary_places
 from .text import text_windows
 
 TOKENS = 16384
@@ -63,7 +64,7 @@ def calibrate_checkpoint(
     ids = checkpoint_windows(tokenizer, source_config, text_files, tokens, length)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     source = None
-    if not hasattr(model.base_model, "rotary_emb"):
+    if not rotary_places(model):
         source = transformers.AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32)
     report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
     changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}

@@ -261,7 +261,7 @@ class LayerFit:
         frequencies = torch.tensor(self.pairs.frequencies, device=alpha.device)
         count = min(self.bias.alpha.shape[-1], len(frequencies))
         # A pair that hardly turns within the window adds a constant, which softmax cancels.
-        moved = (alpha**2 + beta**2).sum(0) * (self.length * frequencies).clamp(max=1.0) ** 2
+        moved = (alpha**2 + beta**2).sum(0) * (self.length * frequencies.abs()).clamp(max=1.0) ** 2
         chosen = moved.topk(count).indices.sort().values
         groups = self.bias.num_groups
         self.bias.frequencies[:count] = frequencies[chosen]

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention_backends import refuse_backend
@@ -23,7 +24,11 @@ from .attention_drope import (
     QKNorm,
     drope_attention_class,
     is_attention,
+    is_given_rotations,
+    layer_type_of,
     rotary_pairs,
+    rotates,
+    rotates_by_itself,
     rotates_queries_and_keys_together,
 )
 from .attention_masks import check_scale
@@ -36,13 +41,12 @@ from .configuration_drope import (
 )
 from .fp32_module import Fp32Module
 from .position_bias import PositionBias, build_position_bias
+from .position_modules import rotary_places, table_places
 from .rotary_drope import FadingRotaryEmbedding, RopeScale, fade_embedding
 from .rotary_pairs import RotaryPairs
 
-_ROTARY = "rotary_emb"
-_LEARNED_TABLE = "wpe"
-# Modules kept in fp32 whatever the model's dtype, and filled by their own `reset_parameters`.
-_POSITION_MODULES = ("position_bias", "qk_norm")
+# Types of the public DroPE checkpoints, whose norms of queries and keys have keys of their own.
+_PUBLIC_TYPES = ("llama", "qwen2")
 
 
 class DroPEMixin:
@@ -139,46 +143,60 @@ def _install(model: Any) -> None:
     """Put both seams into `model` as `model.config.drope_parameters` asks, once."""
     settings = DroPEParameters.from_dict(model.config.drope_parameters)
     settings.check_layers(model.config.num_hidden_layers)
-    rotary = _install_position_encoding(model, settings)
+    _install_position_encoding(model, settings)
     for module in model.modules():
+        if rotates_by_itself(module):
+            raise ValueError(
+                f"{type(module).__name__} rotates queries and keys without the Transformers attention interface, so hf_drope "
+                "cannot change how it encodes position."
+            )
         if isinstance(module, PreTrainedModel) and not hasattr(module, "set_rope_scale"):
             module.__class__ = drope_class(type(module))
         elif is_attention(module) and not hasattr(type(module), "needs_position"):
-            _install_attention(model, module, settings, rotary)
+            _install_attention(model, module, settings)
     # In place of a class attribute, which would hide the stock class's own.
     strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    model._keep_in_fp32_modules_strict = strict | set(_POSITION_MODULES)
+    model._keep_in_fp32_modules_strict = strict | {"position_bias", *(("qk_norm",) if settings.qk_norm else ())}
     _mark_dropped_table(model)
 
 
-def _install_position_encoding(model: Any, settings: DroPEParameters) -> bool:
-    """Wrap the model-level rotary module or learned table; whether it is a rotary one."""
-    base = model.base_model
-    if not hasattr(base, _ROTARY) and not hasattr(base, _LEARNED_TABLE):
+def _install_position_encoding(model: Any, settings: DroPEParameters) -> None:
+    """Wrap the modules that make rotations of positions, or look vectors up by them."""
+    rotaries, tables = rotary_places(model), table_places(model)
+    if not rotaries and not tables:
         raise ValueError(
-            f"{type(base).__name__} has neither a model-level {_ROTARY} nor a learned table {_LEARNED_TABLE}, "
+            f"{type(model.base_model).__name__} has neither a rotary module nor a table of learned positions, "
             "so there is no position encoding here that hf_drope could take out."
         )
-    rotary = hasattr(base, _ROTARY)
-    if rotary and not isinstance(base.rotary_emb, RopeScale):
-        keeps = settings.rope_layers is not None
-        deferred = (settings.position_bias or {}).get("type") == "disentangled"
-        base.rotary_emb = FadingRotaryEmbedding(
-            base.rotary_emb, settings.rope_fade, settings.rope_scale, keeps, deferred
-        )
-    elif not rotary and not isinstance(base.wpe, RopeScale):
-        if settings.rope_layers is not None:
-            raise ValueError("rope_layers needs rotary positions; a learned table is added once, before all layers.")
-        base.wpe = fade_embedding(base.wpe, settings.rope_scale)
-    return rotary
+    if tables and settings.rope_layers is not None:
+        raise ValueError("rope_layers needs rotary positions; a learned table is added once, before all layers.")
+    keeps = settings.rope_layers is not None
+    deferred = (settings.position_bias or {}).get("type") == "disentangled"
+    for place in rotaries:
+        if not isinstance(place.module, RopeScale):
+            settled = settings.rope_fade, settings.rope_scale, keeps, deferred
+            place.put(FadingRotaryEmbedding(place.module, *settled))
+    for place in tables:
+        if not isinstance(place.module, RopeScale):
+            place.put(fade_embedding(place.module, settings.rope_scale))
 
 
-def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotary: bool) -> None:
+def _install_attention(model: Any, module: Any, settings: DroPEParameters) -> None:
     config, index = model.config, module.layer_idx
     if settings.position_bias is not None and getattr(module, "reorder_and_upcast_attn", False):
         raise ValueError("reorder_and_upcast_attn=True bypasses the position bias; set it to False in the config.")
     stock = type(module)
-    module.__class__ = drope_attention_class(stock, rotary)
+    deferred = (settings.position_bias or {}).get("type") == "disentangled"
+    if deferred and getattr(module, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{stock.__name__} keeps keys compressed (multi-head latent attention), which a disentangled bias cannot take "
+            "apart; use 'table', 'log', 'linear' or 'low_rank'."
+        )
+    # A disentangled bias is RoPE taken apart, so it has no place where there is none.
+    still = deferred and not rotates(module, config.hidden_size)
+    module.__class__ = drope_attention_class(stock)
+    if settings.rope_layers is not None and not is_given_rotations(stock):
+        raise ValueError(f"rope_layers is not possible for {stock.__name__}, which is not given its rotations.")
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(module, "head_dim", None) or _head_dim(config)
@@ -189,25 +207,35 @@ def _install_attention(model: Any, module: Any, settings: DroPEParameters, rotar
         num_key_value_heads=groups,
         hidden_size=config.hidden_size,
         head_dim=head_dim,
-        rotary=_rotary_pairs(model, stock) if rotary else None,
-        keeps_rope=module.keeps_rope,
+        rotary=_rotary_pairs(model, module, stock) if deferred else None,
+        keeps_rope=module.keeps_rope or still,
     )
-    module.qk_norm = None
+    # A few families have a module of this name themselves.
+    module.adds_qk_norm = settings.qk_norm is not None
     if settings.qk_norm is not None:
         if not rotates_queries_and_keys_together(stock):
             raise ValueError(
                 f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together."
             )
-        module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim)
+        eps = getattr(config, "rms_norm_eps", 1e-6)
+        module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim, eps)
     module.attention_scale = check_scale(settings.attention_scale)
     module.window = settings.window[index] if isinstance(settings.window, list | tuple) else settings.window
 
 
-def _rotary_pairs(model: Any, attention: type) -> RotaryPairs | None:
-    rotary = model.base_model.rotary_emb
-    if rotary.deferred and rotary.pairs is None:
-        rotary.pairs = rotary_pairs(rotary.rotary, model.config, attention)
-    return rotary.pairs
+def _rotary_pairs(model: Any, module: Any, attention: type) -> RotaryPairs | None:
+    """How the source rotates in this layer."""
+    rotaries = [place.module for place in rotary_places(model)]
+    if not rotaries:
+        return None
+    if len(rotaries) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(rotaries)} rotary modules, which a disentangled bias cannot take apart."
+        )
+    layer_type = layer_type_of(rotaries[0].rotary, module, model.config)
+    if layer_type not in rotaries[0].pairs:
+        rotaries[0].pairs[layer_type] = rotary_pairs(rotaries[0].rotary, model.config, attention, layer_type)
+    return rotaries[0].pairs[layer_type]
 
 
 def _mark_dropped_table(model: Any) -> None:
@@ -254,8 +282,12 @@ def _rename_keys_like(stock: Any, converted: Any) -> None:
         (stock.config_class.model_type, converted.config_class.model_type),
     )
     for theirs, ours in names:
-        mapping = get_checkpoint_conversion_mapping(theirs)
-        if mapping is not None:
+        mapping = list(get_checkpoint_conversion_mapping(theirs) or ())
+        if stock.config_class.model_type in _PUBLIC_TYPES:
+            mapping += [
+                WeightRenaming(f"self_attn.{name}", f"self_attn.qk_norm.{name}") for name in ("q_norm", "k_norm")
+            ]
+        if mapping:
             register_checkpoint_conversion_mapping(ours, mapping, overwrite=True)
 
 
@@ -301,7 +333,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     model.__class__ = drope_class(type(model))
     _install(model)
     for module in model.modules():
-        if getattr(module, "position_bias", None) is not None or getattr(module, "qk_norm", None) is not None:
+        if getattr(module, "position_bias", None) is not None or getattr(module, "adds_qk_norm", False):
             module.to(next(iter(module.parameters())).device)
         if isinstance(module, RopeScale):
             module.scale.data = module.scale.to(model.device)

@@ -24,6 +24,7 @@ from .calibration import context_length
 from .conversion_plan import RECORD, other_files, read_source
 from .folder_calibration import load_tokenizer
 from .hardware import multiplies_bf16
+from .position_modules import table_places
 from .recalibration_plan import (
     CALIBRATED,
     LORA_LEARNING_RATE,
@@ -405,7 +406,7 @@ def _has_temperature(model: Any) -> bool:
 
 
 def _check_length(model: Any, sequence_length: int) -> None:
-    table = getattr(getattr(model.base_model, "wpe", None), "weight", None)
+    table = next((place.module.weight for place in table_places(model) if hasattr(place.module, "weight")), None)
     if table is not None and sequence_length > len(table):
         raise ValueError(
             f"sequence_length is {sequence_length}; it has to be at most {len(table)}, the positions in this model's table."

@@ -1,7 +1,7 @@
 """The rotary seam: a model's own position encoding, at a strength from 1 (unchanged) to 0 (dropped).
 
 `FadingRotaryEmbedding` wraps the model-level rotary module. At scale 1 it is the stock module bit for bit; at 0 it computes
-nothing and returns `(None, None)`, which the rebound attention takes as "do not rotate"; between, it fades:
+nothing and returns what the rebound attention takes as "do not rotate"; between, it fades:
 
     angle       rotate by θ·scale
     blend       1 + scale·(R − 1)
@@ -13,13 +13,28 @@ nothing and returns `(None, None)`, which the rebound attention takes as "do not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# Rotary modules that return (sin, cos); all others return (cos, sin).
-_SIN_FIRST = ("GPTJRotaryEmbedding",)
+# Rotary modules that return (sin, cos), and those that return cos + i sin; all others return (cos, sin).
+_SIN_FIRST = ("GPTJRotaryEmbedding", "CodeGenRotaryEmbedding")
+_COMPLEX = ("DeepseekV2RotaryEmbedding", "Llama4TextRotaryEmbedding")
+
+
+class NoRotation:
+    """In place of complex rotations: do not rotate. On any device."""
+
+    def to(self, *_: Any, **__: Any) -> NoRotation:
+        return self
+
+
+class TwoStrengths(NamedTuple):
+    """Rotations at the model's strength, and as they were for the layers that keep RoPE."""
+
+    faded: Any
+    stock: Any
 
 
 class RopeScale(nn.Module):
@@ -55,7 +70,7 @@ class FadingRotaryEmbedding(RopeScale):
         rotary: the stock module, called as `rotary(hidden_states, position_ids, ...)`.
         fade: "angle", "blend" or "frequency".
         rope_scale: 1.0 to 0.0.
-        keeps_layers: some layers keep RoPE: the result is then `(*faded, *unfaded)` and each attention takes its half.
+        keeps_layers: some layers keep RoPE: the result is then a `TwoStrengths`, and each attention takes its own.
         deferred: the attention layers rotate by themselves, after the cache (a disentangled bias): nothing is rotated here.
     """
 
@@ -65,29 +80,31 @@ class FadingRotaryEmbedding(RopeScale):
         super().__init__()
         self.rotary = rotary
         self.fade, self.keeps_layers, self.deferred = fade, keeps_layers, deferred
-        # How a deferred rotation turns, once the attention layers have asked.
-        self.pairs: Any = None
+        # How a deferred rotation turns, by layer type, once the attention layers have asked.
+        self.pairs: dict[str | None, Any] = {}
         self._init_scale(rope_scale)
 
-    def forward(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         stock: Any = None
         if self.keeps_layers or (self.state == "stock" and not self.deferred):
             stock = self.rotary(hidden_states, position_ids, *args, **kwargs)
         if self.state == "dropped" or self.deferred:
-            faded: Any = (None, None)
+            faded: Any = NoRotation() if self._is_complex else (None, None)
         elif self.state == "stock":
             faded = stock
         else:
             faded = getattr(self, f"_fade_{self.fade}")(hidden_states, position_ids, *args, **kwargs)
-        return (*faded, *stock) if self.keeps_layers else faded
+        return TwoStrengths(faded, stock) if self.keeps_layers else faded
 
-    def _fade_blend(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    @property
+    def _is_complex(self) -> bool:
+        return type(self.rotary).__name__ in _COMPLEX
+
+    def _fade_blend(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cos, sin = self._cos_sin(hidden_states, position_ids, *args, **kwargs)
         return self._in_stock_order(*self._weigh(cos, sin, self.scale), hidden_states.dtype)
 
-    def _fade_frequency(
-        self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
+    def _fade_frequency(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cos, sin = self._cos_sin(hidden_states, position_ids, *args, **kwargs)
         # One radian a token at most, so the sine at position 1 orders the channels by frequency in any layout.
         _, speed = self._cos_sin(hidden_states[:1], torch.ones_like(position_ids[:1, :1]), *args, **kwargs)
@@ -97,8 +114,8 @@ class FadingRotaryEmbedding(RopeScale):
         weight = (self.scale * speed.numel() / copies - faster / copies).clamp(0, 1)
         return self._in_stock_order(*self._weigh(cos, sin, weight), hidden_states.dtype)
 
-    def _fade_angle(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        amplitude = getattr(self.rotary, "attention_scaling", 1.0)
+    def _fade_angle(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        amplitude = self.amplitude(*args, **kwargs)
         if hasattr(self.rotary, "embed_positions"):
             # A table of sines and cosines knows whole positions only: take the angles from its row for position 1.
             cos, sin = self._cos_sin(hidden_states[:1], torch.ones_like(position_ids[:1, :1]), *args, **kwargs)
@@ -110,16 +127,26 @@ class FadingRotaryEmbedding(RopeScale):
         factor = (1 + self.scale * (amplitude - 1)) / amplitude
         return self._in_stock_order(cos * factor, sin * factor, hidden_states.dtype)
 
+    def amplitude(self, layer_type: str | None = None) -> float:
+        """The factor on cos and sin that YaRN-like types have; families with rotations by layer type have one for each."""
+        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        return float(getattr(self.rotary, name, 1.0))
+
     def _cos_sin(self, hidden_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # In fp32 whatever the model's dtype: only dtype and device of the first argument are read by rotary modules.
-        first, second = self.rotary(hidden_states.float(), position_ids, *args, **kwargs)
+        rotation = self.rotary(hidden_states.float(), position_ids, *args, **kwargs)
+        if self._is_complex:
+            return rotation.real, rotation.imag
+        first, second = rotation
         return (second, first) if type(self.rotary).__name__ in _SIN_FIRST else (first, second)
 
     @staticmethod
     def _weigh(cos: Tensor, sin: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return 1 + weight * (cos - 1), weight * sin
 
-    def _in_stock_order(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _in_stock_order(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Any:
+        if self._is_complex:
+            return torch.complex(cos, sin)
         cos, sin = cos.to(dtype), sin.to(dtype)
         return (sin, cos) if type(self.rotary).__name__ in _SIN_FIRST else (cos, sin)
 
@@ -132,11 +159,11 @@ class FadingPositionEmbedding(RopeScale):
 
     weight: nn.Parameter
 
-    def forward(self, position_ids: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state == "stock":
-            return super().forward(position_ids)
+            return super().forward(*args, **kwargs)
         if self.state == "fading":
-            return super().forward(position_ids) * self.scale.to(self.weight.dtype)
+            return super().forward(*args, **kwargs) * self.scale.to(self.weight.dtype)
         # One product keeps the table part of the graph: data-parallel training reports parameters that get no gradient.
         return self.weight[0, 0] * 0 if self.training else self.weight.new_zeros(())
 
@@ -156,7 +183,7 @@ class RemovedPositionEmbedding(RopeScale):
             )
         super().set_rope_scale(rope_scale)
 
-    def forward(self, position_ids: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.scale * 0
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RotaryPairs(NamedTuple):
-    """How a source rotates: pair r of its first 2n channels turns by `frequencies[r]` radians a token.
+    """How a source rotates: pair r of its first 2n channels turns by `frequencies[r]` radians a token (below 0: the other way).
 
     interleaved: pair r is the channels (2r, 2r + 1) and not (r, r + n); amplitude: factor on cos and sin (YaRN has one).
     """
@@ -39,7 +39,7 @@ def scaled_frequencies(pairs: RotaryPairs, scaling: dict[str, Any] | None) -> li
     if kind == "ntk":
         return [frequency * factor ** (-index / last) for index, frequency in enumerate(frequencies)]
     fast, slow = scaling["beta_fast"], scaling["beta_slow"]
-    turns = [scaling["original_max_position_embeddings"] * frequency / (2 * math.pi) for frequency in frequencies]
+    turns = [scaling["original_max_position_embeddings"] * abs(frequency) / (2 * math.pi) for frequency in frequencies]
     # Linear in the pair's number, which is linear in the logarithm of its turns.
     kept = [min(1.0, max(0.0, math.log(max(t, 1e-12) / slow) / math.log(fast / slow))) for t in turns]
     return [f * share + f / factor * (1 - share) for f, share in zip(frequencies, kept, strict=True)]

@@ -211,14 +211,15 @@ class _Run:
         import torch
         from transformers import AutoConfig
 
+        from .position_modules import table_places
+
         source = self.load(self.source, dtype="auto")
         config = AutoConfig.from_pretrained(self.target)
         config.drope_parameters = DroPEParameters(rope_scale=1.0).to_dict()
         converted = self.load(self.target, dtype="auto", config=config)
-        table = getattr(source.base_model, "wpe", None)
-        if table is not None:
+        for theirs, ours in zip(table_places(source), table_places(converted), strict=True):
             # At rope_scale 0 the table is not in the converted checkpoint.
-            converted.base_model.wpe.weight.data.copy_(table.weight.data)
+            ours.module.weight.data.copy_(theirs.module.weight.data)
         same = torch.equal(self.logits(source), self.logits(converted))
         return same, f"logits {'bit-equal' if same else 'differ'} in {str(source.dtype).removeprefix('torch.')}"
 

@@ -806,7 +806,7 @@ def test_hidden_keys_change_nothing(dtype):
         model = apply_drope(tiny_model("llama"), settings("table", max_distance=24))
         attention = model.model.layers[0].self_attn
         torch.nn.init.zeros_(attention.position_bias.bias.weight)
-        pairs = apply_drope(tiny_model("llama"), "disentangled").model.rotary_emb.pairs
+        pairs = apply_drope(tiny_model("llama"), "disentangled").model.rotary_emb.pairs[None]
         fit = LayerFit(
             LayerStates(attention, attention.position_bias, None, query, key, query, mask, None, 8**-0.5),
             pairs,

@@ -1,0 +1,53 @@
+"""Which modules of a stock model encode position, found by what they are. This file travels with every checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .rotary_drope import FadingRotaryEmbedding, RopeScale
+
+# What families call a table of learned positions.
+_TABLES = ("wpe", "positions_embed", "embed_positions", "position_embeddings")
+
+
+class Place(NamedTuple):
+    """Where a module is held."""
+
+    parent: nn.Module
+    name: str
+
+    @property
+    def module(self) -> Any:
+        return self.parent._modules[self.name]
+
+    def put(self, module: nn.Module) -> None:
+        self.parent._modules[self.name] = module
+
+
+def _children(model: nn.Module) -> Iterator[Place]:
+    for parent in model.modules():
+        if not isinstance(parent, RopeScale):
+            for name, child in parent.named_children():
+                if child is not None:
+                    yield Place(parent, name)
+
+
+def rotary_places(model: nn.Module) -> list[Place]:
+    """The rotary modules of a model, wrapped or not: those that turn position ids into rotations."""
+    return [place for place in _children(model) if _is_rotary(place.module)]
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    if isinstance(module, FadingRotaryEmbedding):
+        return True
+    return "Rotary" in type(module).__name__ and "position_ids" in inspect.signature(module.forward).parameters
+
+
+def table_places(model: nn.Module) -> list[Place]:
+    """The tables of learned absolute positions, wrapped, removed or not."""
+    found = (place for place in _children(model) if place.name in _TABLES)
+    return [place for place in found if isinstance(place.module, nn.Embedding | RopeScale)]
