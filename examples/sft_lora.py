@@ -13,8 +13,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-import hf_drope  # noqa: F401  (registers the converted model types)
-from hf_drope.training import PositionGroupsMixin, lora_config
+from hf_drope import lora_config
+from hf_drope.training import PositionGroupsMixin
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", metavar="MODEL", help="a converted checkpoint folder")
@@ -23,6 +23,7 @@ parser.add_argument("data", metavar="FILE", help=".jsonl with prompt and complet
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--length", type=int, default=512, help="tokens at which a pair is cut")
+parser.add_argument("--packing", action="store_true", help="several pairs in a row, without padding")
 parser.add_argument("--rank", type=int, default=16)
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 options = parser.parse_args()
@@ -44,8 +45,8 @@ trainer = DroPESFTTrainer(
         lr_scheduler_type="cosine",
         logging_steps=max(1, options.steps // 20),
         max_length=options.length,
-        # TRL packs for flash attention, which has no room for a position bias.
-        packing=False,
+        # Documents of a packed row see only themselves, with sdpa and eager too; the strategy "wrapped" would mix them.
+        packing=options.packing,
         bf16=torch.cuda.is_available(),
         report_to=[],
     ),

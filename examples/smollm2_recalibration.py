@@ -25,8 +25,8 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 
-from hf_drope import Distillation, DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate
-from hf_drope.training import freeze_all_but_position, lora_config, train_attention_and_position
+from hf_drope import Distillation, DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate, lora_config
+from hf_drope.training import freeze_all_but_position, train_attention_and_position
 
 HELD_OUT = ("Persuasion", "1981-Carter-1")
 OTHER_KIND = ("Moby-Dick", "King James Bible")

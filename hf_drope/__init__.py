@@ -19,7 +19,7 @@ _TRANSFORMERS_FLOOR = (5, 14)
 
 # Public name -> the module that defines it.
 _HOMES = {
-    "DroPEParameters": "configuration_drope",
+    "DroPEParameters": "drope_parameters",
     "drope_config_class": "configuration_drope",
     "apply_drope": "modeling_drope",
     "drope_class": "modeling_drope",
@@ -27,6 +27,7 @@ _HOMES = {
     "convert_checkpoint": "convert",
     "inspect_checkpoint": "convert",
     "verify_checkpoint": "verify",
+    "lora_config": "adapters",
     "calibrate": "calibration",
     "calibrate_checkpoint": "folder_calibration",
     "Distillation": "distill",
@@ -37,13 +38,14 @@ _HOMES = {
 __all__ = [*sorted(_HOMES), "__version__"]
 
 if TYPE_CHECKING:
+    from .adapters import lora_config as lora_config
     from .calibration import calibrate as calibrate
-    from .configuration_drope import DroPEParameters as DroPEParameters
     from .configuration_drope import drope_config_class as drope_config_class
     from .conversion_plan import plan_conversion as plan_conversion
     from .convert import convert_checkpoint as convert_checkpoint
     from .convert import inspect_checkpoint as inspect_checkpoint
     from .distill import Distillation as Distillation
+    from .drope_parameters import DroPEParameters as DroPEParameters
     from .folder_calibration import calibrate_checkpoint as calibrate_checkpoint
     from .modeling_drope import apply_drope as apply_drope
     from .modeling_drope import drope_class as drope_class
@@ -76,7 +78,8 @@ def _register(_: ModuleType) -> None:
     """Add every converted model type to AutoConfig, and its model classes as soon as such a config is made."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-    from .configuration_drope import SUPPORTED_MODEL_TYPES, auto_map, config_class_listeners, drope_model_type
+    from .configuration_drope import auto_map, config_class_listeners, drope_model_type
+    from .model_types import SUPPORTED_MODEL_TYPES
 
     def register_real_classes(config_class: Any) -> None:
         from .modeling_drope import register_model_classes

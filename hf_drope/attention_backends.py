@@ -45,15 +45,21 @@ def supported_backends(settings: Any, head_dim: int = 0) -> tuple[str, ...]:
 
 def refuse_backend(settings: Any, implementation: str | None, head_dim: int = 0) -> None:
     """Raise ValueError where an attention implementation would leave out a bias, gate, window or scale of `settings`."""
+    scale = check_scale(settings.attention_scale) or {}
     added = {
         "position bias": settings.position_bias and settings.position_bias["type"],
         "gate": settings.gate and settings.gate["type"],
         "window": settings.window,
-        "attention scale": check_scale(settings.attention_scale),
+        # A constant one is in the queries before any backend sees them.
+        "attention scale": scale if "coefficient" in scale else None,
     }
     what = [f"{name} {value!r}" for name, value in added.items() if value is not None]
     supported = supported_backends(settings, head_dim)
-    kind = _FLASH if str(implementation).startswith("flash_attention") else implementation
+    kind = str(implementation)
+    if not _needs_distances(settings):
+        # The same backends with the keys of continuous batching.
+        kind = kind.removeprefix("paged|")
+    kind = _FLASH if kind.startswith("flash_attention") else kind
     wide = width_of_heads(settings, head_dim)
     if kind == _FLASH and wide > _WIDEST_FLASH:
         what.append(
@@ -63,4 +69,25 @@ def refuse_backend(settings: Any, implementation: str | None, head_dim: int = 0)
         raise ValueError(
             f"A model with {', '.join(what)} cannot run on attn_implementation={implementation!r}, which would leave it out; "
             f"load it with one of {', '.join(map(repr, supported))}."
+        )
+
+
+def _needs_distances(settings: Any) -> list[str]:
+    """What makes attention ask how far a key is from a query."""
+    scale = check_scale(settings.attention_scale) or {}
+    added = {
+        "position bias": settings.position_bias and settings.position_bias["type"],
+        "window": settings.window,
+        "attention scale": scale if "coefficient" in scale else None,
+    }
+    return [f"{name} {value!r}" for name, value in added.items() if value is not None]
+
+
+def refuse_continuous_batching(settings: Any) -> None:
+    """Raise ValueError where attention needs distances, which continuous batching does not say."""
+    what = _needs_distances(settings)
+    if what:
+        raise ValueError(
+            f"A model with {', '.join(what)} cannot generate by continuous batching, which lays the keys of all requests in one "
+            "row and does not say where each stands; use generate(), which takes a batch as well."
         )

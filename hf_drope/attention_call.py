@@ -13,13 +13,14 @@ class Position(NamedTuple):
 
     query_offset: index of the first query; key_offset: index of the first key that attention will see (a sliding cache
     forgets the oldest); hidden_states: the layer's input, for gates that read it; kept: a dictionary for what the steps of a
-    generation need not work out anew, or None.
+    generation need not work out anew, or None; key_length: how many keys attention will see, or None where nobody says.
     """
 
     query_offset: int | Tensor
     key_offset: int | Tensor
     hidden_states: Tensor
     kept: dict[Any, Any] | None = None
+    key_length: int | None = None
 
 
 class AttentionCall(NamedTuple):

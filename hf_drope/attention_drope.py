@@ -9,10 +9,9 @@ by, and `ALL_ATTENTION_FUNCTIONS`, which adds the module's `position_bias` and t
 from __future__ import annotations
 
 import functools
-import inspect
-import re
+import sys
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,11 +24,17 @@ from .biased_attention import are_few, attend
 from .disentangled_decoding import rotated_keys
 from .fp32_module import Fp32Module
 from .rotary_drope import NoRotation, TwoStrengths
-from .rotary_pairs import RotaryPairs
+from .stock_attention import (
+    DISPATCH,
+    innermost,
+    is_given_rotations,
+    parameters_of,
+    rebind,
+    rotation_functions,
+    states_of,
+)
 
-# How families call the function that rotates queries and keys.
-_ROTATION = re.compile(r"_?apply_rotary(_pos)?_emb(_interleave)?$")
-_DISPATCH = "ALL_ATTENTION_FUNCTIONS"
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 # For each cache and layer what its generation need not work out anew.
 _kept: WeakKeyDictionary[Cache, dict[int, dict[Any, Any]]] = WeakKeyDictionary()
 
@@ -68,56 +73,13 @@ class _NormedRotation(NamedTuple):
     first: Tensor | None
 
 
-def innermost(function: Callable[..., Any]) -> FunctionType:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function  # type: ignore[return-value]
+def _rotation_for(home: ModuleType, name: str) -> Callable[..., Any]:
+    """The stock rotation, returning its inputs untouched where there is no cos and sin to rotate by.
 
-
-def rebind(function: Any, names: dict[str, Any]) -> FunctionType:
-    """The same function, decorators included, with other objects behind some global names of its innermost code."""
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is None:
-        namespace = {**function.__globals__, **names}
-        # With a module name dynamo would look these globals up in that module and find the stock ones.
-        namespace.pop("__name__", None)
-        closure = function.__closure__
-    else:
-        namespace = function.__globals__
-        inner = rebind(wrapped, names)
-        closure = tuple(CellType(inner) if c.cell_contents is wrapped else c for c in function.__closure__ or ())
-    bound = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    bound.__dict__.update(function.__dict__)
-    if wrapped is not None:
-        bound.__wrapped__ = inner  # type: ignore[attr-defined]
-    bound.__qualname__, bound.__module__, bound.__doc__ = function.__qualname__, function.__module__, function.__doc__
-    return bound
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether the module's own `forward` asks the attention interface for its function."""
-    names = _global_names(module)
-    crosses = getattr(module, "is_cross_attention", False) or "cross_attention_states" in _parameters(module.forward)
-    return _DISPATCH in names and not crosses
-
-
-def rotates_by_itself(module: nn.Module) -> bool:
-    """Whether a module rotates queries and keys and does not go through the attention interface."""
-    names = _global_names(module)
-    return _DISPATCH not in names and any(map(_ROTATION.match, names))
-
-
-def _global_names(module: nn.Module) -> tuple[str, ...]:
-    """What the module's own `forward` speaks of outside itself."""
-    code = getattr(innermost(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
-
-
-def _rotation_for(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The stock rotation, returning its inputs untouched where there is no cos and sin to rotate by."""
-    parameters = list(_parameters(stock))
-    states = _states(parameters)
+    It is looked up at every call, as the stock `forward` does: other libraries replace it, before or after a conversion.
+    """
+    parameters = list(parameters_of(getattr(home, name)))
+    states = states_of(getattr(home, name))
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *(kwargs.pop(name) for name in parameters[len(args) :] if name in kwargs)]
@@ -127,123 +89,9 @@ def _rotation_for(stock: Callable[..., Any]) -> Callable[..., Any]:
             tensors, angles = [norm.q_norm(tensors[0]), norm.k_norm(tensors[1])], [first, *angles[1:]]
         if angles[0] is None or isinstance(angles[0], NoRotation):
             return tensors[0] if states == 1 else tuple(tensors)
-        return stock(*tensors, *angles)
+        return getattr(home, name)(*tensors, *angles)
 
     return rotate
-
-
-def _states(parameters: list[str]) -> int:
-    """How many tensors a rotation function turns."""
-    return min(parameters.index(name) for name in ("cos", "sin", "freqs_cis") if name in parameters)
-
-
-def rotates_queries_and_keys_together(attention: type) -> bool:
-    """Whether the stock rotation sees queries and keys at once and whole, as the optional QK-norm needs."""
-    rotations = rotation_functions(attention)
-    return len(rotations) == 1 and all(list(_parameters(f))[:3] == ["q", "k", "cos"] for f in rotations.values())
-
-
-def rotation_functions(attention: type) -> dict[str, Any]:
-    """The stock functions, by name, with which a stock attention class rotates queries and keys."""
-    code = innermost(attention.forward)  # type: ignore[attr-defined]
-    names = (name for name in code.__code__.co_names if _ROTATION.match(name))
-    return {name: code.__globals__[name] for name in names if name in code.__globals__}
-
-
-def _parameters(function: Any) -> Any:
-    return inspect.signature(function).parameters
-
-
-def is_given_rotations(attention: type) -> bool:
-    """Whether the model makes the rotations and hands them to its layers, as most do."""
-    return "position_embeddings" in _parameters(attention.forward)  # type: ignore[attr-defined]
-
-
-def layer_type_of(rotary: nn.Module, module: Any, config: Any) -> str | None:
-    """What a rotary module that rotates by layer type is asked for by this attention module; None for other ones."""
-    if "layer_type" not in _parameters(rotary.forward):
-        return None
-    return getattr(module, "layer_type", None) or config.layer_types[module.layer_idx]
-
-
-class _RotatedError(Exception):
-    """The rotation was reached."""
-
-
-class _AnyRotation(tuple):
-    """Stands for rotations that nobody looks at, of whatever form."""
-
-    def to(self, *_: Any, **__: Any) -> _AnyRotation:
-        return self
-
-
-@torch.no_grad()
-def rotates(module: Any, hidden_size: int) -> bool:
-    """Whether this stock attention layer rotates at all, seen by what it does to one token: some families rotate in some layers."""
-
-    def reached(*_: Any, **__: Any) -> None:
-        raise _RotatedError
-
-    rotations = rotation_functions(type(module))
-    if not rotations:
-        return False
-    forward = rebind(type(module).forward, dict.fromkeys(rotations, reached))
-    weight = next(module.parameters())
-    token = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
-    try:
-        forward(module, token, position_embeddings=_AnyRotation((None, None)), attention_mask=None)
-    except _RotatedError:
-        return True
-    return False
-
-
-def rotary_pairs(rotary: nn.Module, config: Any, attention: type, layer_type: str | None = None) -> RotaryPairs:
-    """Which channels the source's rotation turns and how fast, read off its own rotary module and rotation function.
-
-    Raises:
-        ValueError: the rotation pairs its channels in a way that is not known here.
-    """
-    rotations = rotation_functions(attention)
-    stock = next(iter(rotations.values()))
-    names = list(_parameters(stock))
-    if len(rotations) > 1:
-        raise ValueError(
-            f"{attention.__name__} rotates a part of its keys alone, which a disentangled bias cannot take apart."
-        )
-    # A fresh one: the model's own is on the meta device while a checkpoint loads, or may have been cast.
-    with torch.device("cpu"):
-        default = torch.get_default_dtype()
-        try:
-            # A load in half precision changes it, and a table of sines would be rounded.
-            torch.set_default_dtype(torch.float32)
-            fresh: Any = type(rotary)(config)
-            by_type = () if layer_type is None else (layer_type,)
-            angles = fresh(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long), *by_type)
-        finally:
-            torch.set_default_dtype(default)
-        if not isinstance(angles, tuple):
-            angles = (angles,)
-        prefix = "" if layer_type is None else f"{layer_type}_"
-        held = getattr(fresh, f"{prefix}original_inv_freq", getattr(fresh, f"{prefix}inv_freq", None))
-        if held is not None:
-            frequencies = held.double().tolist()
-        else:
-            cos, sin = angles if names.index("cos") < names.index("sin") else angles[::-1]
-            frequencies = torch.atan2(sin.double(), cos.double()).flatten().tolist()
-        width = 2 * len(frequencies)
-        probe = torch.zeros(1, 1, 1, width, dtype=torch.float32)
-        probe[..., 0] = 1.0
-        states = _states(names)
-        turned = stock(*[probe] * states, *angles)
-        turned = (turned[0] if states > 1 else turned).flatten()
-    partner = int(turned[1:].abs().argmax()) + 1
-    if partner not in (1, width // 2):
-        raise ValueError(f"{attention.__name__} pairs channel 0 with channel {partner}, which is not known here.")
-    if turned[partner] < 0:
-        # A few families turn the other way round.
-        frequencies = [-frequency for frequency in frequencies]
-    amplitude = float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
-    return RotaryPairs(tuple(frequencies), partner == 1 and width > 2, amplitude)
 
 
 _attention_classes: dict[type, type] = {}
@@ -257,15 +105,16 @@ def drope_attention_class(stock: Any) -> type:
     """
     if stock in _attention_classes:
         return _attention_classes[stock]
-    code, arguments = innermost(stock.forward), list(_parameters(stock.forward))[1:]
+    code, arguments = innermost(stock.forward), list(parameters_of(stock.forward))[1:]
     rotations = rotation_functions(stock)
     if is_given_rotations(stock) and not rotations:
         raise ValueError(
             f"{stock.__name__} is given rotations and calls none of the functions by which families rotate, so hf_drope "
             "cannot change how it encodes position."
         )
-    names: dict[str, Any] = {_DISPATCH: _AttentionFunctions(code.__globals__[_DISPATCH])}
-    names.update({name: _rotation_for(function) for name, function in rotations.items()})
+    names: dict[str, Any] = {DISPATCH: _AttentionFunctions(code.__globals__[DISPATCH])}
+    home = sys.modules[code.__globals__["__name__"]]
+    names.update({name: _rotation_for(home, name) for name in rotations})
     stock_forward = rebind(stock.forward, names)
 
     @functools.wraps(stock.forward)
@@ -283,8 +132,12 @@ def drope_attention_class(stock: Any) -> type:
             _keep_rotated_keys(self, given)
         return stock_forward(self, **given)
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _new_attention, (stock,), vars(self)
+
     namespace = {
         "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
         "extra_repr": _extra_repr,
         "__module__": __name__,
         "__doc__": stock.__doc__,
@@ -294,6 +147,11 @@ def drope_attention_class(stock: Any) -> type:
     }
     _attention_classes[stock] = type(f"DroPE{stock.__name__}", (stock,), namespace)
     return _attention_classes[stock]
+
+
+def _new_attention(stock: type) -> Any:
+    """An empty module for a pickle or a copy to fill: classes made here have no name of their own to be found by."""
+    return object.__new__(drope_attention_class(stock))
 
 
 def _needs_position(module: Any) -> bool:
@@ -312,14 +170,27 @@ def _position(module: Any, given: dict[str, Any]) -> Position:
     hidden_states = given["hidden_states"]
     cache = next((value for value in given.values() if isinstance(value, Cache)), None)
     if cache is None:
+        other = next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
+        if other is None:
+            return Position(0, 0, hidden_states, key_length=hidden_states.shape[1])
+        _refuse_unknown_places(module, other)
         return Position(0, 0, hidden_states)
     # Per layer: within one forward the lower layers have already added the new tokens.
     index = _cache_layer(module, given)
-    _, key_offset = cache.get_mask_sizes(hidden_states.shape[1], index)
+    key_length, key_offset = cache.get_mask_sizes(hidden_states.shape[1], index)
     query_offset = cache.get_seq_length(index)
     # A static cache advances its counter in place while it stores the new keys.
     query_offset = query_offset.clone() if isinstance(query_offset, Tensor) else query_offset
-    return Position(query_offset, key_offset, hidden_states)
+    return Position(query_offset, key_offset, hidden_states, key_length=key_length)
+
+
+def _refuse_unknown_places(module: Any, held: Any) -> None:
+    """Raise ValueError if the module asks where keys stand: `held`, as continuous batching has it, does not say."""
+    if module.position_bias is not None or module.window is not None or "coefficient" in (module.attention_scale or {}):
+        raise ValueError(
+            f"{type(module).__name__} was given a {type(held).__name__}, which does not say where its keys stand, as a position "
+            "bias, window or growing attention scale has to know; generate with a Cache of Transformers instead."
+        )
 
 
 def _cache_layer(module: Any, given: dict[str, Any]) -> int:
@@ -330,7 +201,7 @@ def _cache_layer(module: Any, given: dict[str, Any]) -> int:
 class _WideningCache:
     """A cache seen by one layer, which adds what the layer's bias keeps of every key to the key itself.
 
-    The cache then moves both together, whatever it does with them: reorder beams, crop, slide, quantise.
+    The cache then moves both together, whatever it does with them: reorder beams, crop, slide, offload.
     """
 
     def __init__(self, cache: Cache, bias: Any, layer_idx: int, position: Position) -> None:
@@ -341,10 +212,11 @@ class _WideningCache:
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = self.cache.layers
-        held: Any = getattr(layers[self.layer_idx], "keys", None) if self.layer_idx < len(layers) else None
+        layer: Any = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        held: Any = getattr(layer, "keys", None)
         is_laid_out = isinstance(held, Tensor) and held.dim() == 4
-        # One that was laid out for keys alone stays so.
-        if is_laid_out and held.shape[-1] == key.shape[-1]:
+        # One that was laid out for keys alone stays so; one that quantises is there to save memory, and counts channels in groups.
+        if (is_laid_out and held.shape[-1] == key.shape[-1]) or hasattr(layer, "_dequantize"):
             return self.cache.update(key, value, *args, **kwargs)
         offset, kept = self.position.query_offset, self.position.kept
         if are_few(key):

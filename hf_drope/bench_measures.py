@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from .attention_drope import is_attention
 from .cache_argument import cache_argument
+from .stock_attention import is_attention
 
 # "memory" is the peak of a prefill with the weights, "train-memory" that of a training step, "attention-memory" what one
 # attention layer adds by itself.

@@ -11,10 +11,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention_drope import is_attention
-from .configuration_drope import DroPEParameters
+from .drope_parameters import DroPEParameters
 from .modeling_drope import apply_drope
 from .position_modules import rotary_places
+from .stock_attention import is_attention
 
 STOCK = "RoPE"
 _DENSE = "hf_drope_bench_dense"

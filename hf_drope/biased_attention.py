@@ -18,7 +18,7 @@ from .block_bias_attention import attend_in_blocks
 from .disentangled_bias import DisentangledBias
 from .disentangled_decoding import decoded_scores
 from .flex_attention_drope import flex_attention_with_bias, window_block_mask
-from .position_bias import LowRankBias, PositionBias, offsets, unfold_rows
+from .position_bias import LowRankBias, PositionBias, is_exporting, offsets, unfold_rows
 from .streamed_attention import streamed_attention
 
 # Queries per block of a window.
@@ -48,6 +48,13 @@ def attend(
             f"{type(module).__name__} does not hand keyword arguments on to its attention function, so hf_drope cannot "
             "tell it where the queries stand; a position bias, window or attention scale is not possible for this family."
         )
+    _check_keys(module, key, drope_position)
+    counted = isinstance(drope_position.query_offset, Tensor) and not torch.compiler.is_compiling()
+    if counted and implementation == "flex_attention":
+        raise ValueError(
+            "flex_attention reads its mask after a static cache has counted the new tokens, so that they would see the wrong "
+            "keys; use a dynamic cache, or sdpa."
+        )
     scaling = kwargs.pop("scaling", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
@@ -62,10 +69,24 @@ def attend(
     return _attend(call) if module.window is None else _attend_within_window(call)
 
 
+def _check_keys(module: Any, key: Tensor, position: Position) -> None:
+    """Raise ValueError where other keys came than the cache foretold, because then their distances are not known."""
+    expected = position.key_length
+    # A compiler would guard on the length of every cache.
+    if torch.compiler.is_compiling() or not isinstance(expected, int) or key.shape[2] == expected:
+        return
+    raise ValueError(
+        f"{type(module).__name__} got {key.shape[2]} keys where its cache foretold {expected}, so their distances are not known "
+        "to the position bias, window or attention scale; use a cache class of Transformers, or use_cache=False."
+    )
+
+
 def are_few(states: Tensor) -> bool:
     """Whether queries or keys (batch, heads, n, channels) are those of decoding, for which there are shorter ways in fp32."""
-    few = states.shape[2] < OWN_KERNEL_QUERIES and not torch.is_grad_enabled()
-    return few and states.dtype != torch.float64
+    # An exported program takes any length, so it has one way.
+    if is_exporting() or torch.is_grad_enabled():
+        return False
+    return states.shape[2] < OWN_KERNEL_QUERIES and states.dtype != torch.float64
 
 
 def _attend(call: AttentionCall) -> Any:
@@ -74,6 +95,8 @@ def _attend(call: AttentionCall) -> Any:
         return call.run()
     # Decoding: a row of scores is less than a copy of all keys with more channels.
     few = are_few(call.query) and call.implementation in ("eager", "sdpa")
+    # A family that caps its scores caps a product with its bias, and a mask is added after that.
+    few = few and call.kwargs.get("softcap") is None
     if isinstance(position_bias.bias, DisentangledBias):
         if not position_bias.bias.is_dense and not position_bias.reads_scores:
             return _attend_disentangled(call, few)
@@ -115,9 +138,19 @@ def _shows_later_keys(call: AttentionCall, start: int, stop: int) -> bool:
     return call.mask.device.type != "cpu" or bool(visible(call.mask[:, :, start:stop, offset + stop :]).any())
 
 
+def refuse_sinks(module: Any, sinks: Tensor | None) -> None:
+    """Raise ValueError where a module has attention sinks, which what is constant along the keys does not leave alone."""
+    if sinks is not None:
+        raise ValueError(
+            f"{type(module).__name__} has attention sinks, which tell apart what a disentangled bias leaves out of all scores "
+            "of a query; use 'table', 'log', 'linear' or 'low_rank'."
+        )
+
+
 def _attend_disentangled(call: AttentionCall, few: bool) -> Any:
     position_bias, position, offset = call.module.position_bias, call.position, call.offset
     bias: Any = position_bias.bias
+    refuse_sinks(call.module, call.kwargs.get("s_aux"))
     factor = position_bias.factor(None, position.hidden_states)
     key, query, width = call.key[..., : bias.head_dim], call.query, call.key.shape[-1]
     rotated = call.key[..., bias.head_dim :] if width > bias.head_dim else None
@@ -160,7 +193,8 @@ def _attend_wider(call: AttentionCall) -> Any:
         return call.run()
     width = call.value.shape[-1]
     output, weights = call.run(value=nn.functional.pad(call.value, (0, max(0, call.key.shape[-1] - width))))
-    return output[..., :width], weights
+    # Some families view the output in another shape, which only a contiguous one allows.
+    return output[..., :width].contiguous(), weights
 
 
 def _has_own_kernel(call: AttentionCall) -> bool:
@@ -169,8 +203,8 @@ def _has_own_kernel(call: AttentionCall) -> bool:
         call.implementation == "sdpa"
         and call.query.device.type == "cpu"
         and call.query.dtype != torch.float64
-        and call.query.shape[2] >= OWN_KERNEL_QUERIES
         and not torch.compiler.is_compiling()
+        and call.query.shape[2] >= OWN_KERNEL_QUERIES
         and not call.kwargs.get("dropout")
         and all(call.kwargs.get(name) is None for name in ("softcap", "s_aux"))
         # A static cache's mask says what is there.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention_call import AttentionCall
 from .attention_masks import hide, mask_bias
 from .disentangled_bias import DisentangledBias
-from .position_bias import offsets, unfold_rows
+from .position_bias import is_exporting, offsets, unfold_rows
 
 # Queries per block.
 QUERY_BLOCK = 256
@@ -32,7 +32,7 @@ def attend_in_blocks(call: AttentionCall) -> Any:
     disentangled = isinstance(position_bias.bias, DisentangledBias)
     # One row of values over all Δ serves every block; a disentangled bias depends on queries and keys.
     row = call.query.new_empty(0) if disentangled else position_bias.bias.values(row_offsets)
-    block = queries if eager else QUERY_BLOCK
+    block = queries if eager or is_exporting() else QUERY_BLOCK
     # Fused kernels want the mask in the dtype of the queries; eager adds it to the scores, which it then promotes.
     dtype = torch.float32 if eager else call.query.dtype
 

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .attention_drope import layer_type_of, rotary_pairs
 from .attention_masks import scale_queries
 from .distill import as_source
+from .installation import rotary_pairs_of
 from .layer_fit import LayerFit, LayerReport, LayerStates, unrotate
 from .modeling_drope import apply_drope
 from .output_descent import at_rest, descend_to_outputs
@@ -133,8 +133,9 @@ def calibrate(
             f"{type(model).__name__} predicts no next tokens to calibrate on; give output_steps=0, or calibrate the causal "
             "language model."
         )
-    pairs = _pairs(model, next(iter(biases)))
-    own = _takes_own_states(states, pairs, parameters["qk_norm"], close)
+    has_rope = bool(rotary_places(model))
+    pairs = {module: rotary_pairs_of(model, module, type(module).__mro__[1]) for module in biases}
+    own = _takes_own_states(states, has_rope, parameters["qk_norm"], close)
     report = CalibrationReport(
         parameters["position_bias"]["type"],
         windows=len(ids),
@@ -148,21 +149,21 @@ def calibrate(
         if output_steps:
             # A start that is close to its source wants smaller steps.
             rate = learning_rate / 8 if close else learning_rate
-            teacher, generator = source if pairs is None else None, torch.Generator().manual_seed(seed)
+            teacher, generator = None if has_rope else source, torch.Generator().manual_seed(seed)
             report.output_divergence = descend_to_outputs(model, teacher, ids, output_steps, rate, generator, progress)
     report.seconds = round(time.monotonic() - started, 1)
     model.config.drope_calibrated = True
     return report
 
 
-def _takes_own_states(states: str | None, pairs: RotaryPairs | None, qk_norm: str | None, close: bool) -> bool:
+def _takes_own_states(states: str | None, has_rope: bool, qk_norm: str | None, close: bool) -> bool:
     if states not in (None, "own", "source"):
         raise ValueError(f"states is {states!r}; it has to be 'own' or 'source'.")
-    if states == "source" and pairs is None:
+    if states == "source" and not has_rope:
         raise ValueError("states is 'source', but this source has a learned position table; use 'own'.")
     if states == "source" and qk_norm:
         raise ValueError("states is 'source', but the source has none of the norms of qk_norm; use 'own'.")
-    return states == "own" or pairs is None or bool(qk_norm) or (states is None and close)
+    return states == "own" or not has_rope or bool(qk_norm) or (states is None and close)
 
 
 def _fit_layers(
@@ -170,7 +171,7 @@ def _fit_layers(
     source: Any,
     ids: Tensor,
     biases: dict[Any, PositionBias],
-    pairs: RotaryPairs | None,
+    pairs: dict[Any, RotaryPairs | None],
     own: bool,
     learning_rate: float,
     seed: int,
@@ -180,7 +181,7 @@ def _fit_layers(
     """One forward pass in which each layer is fitted as it is reached."""
     settings = {module: (module.attention_scale, module.window) for module in biases}
     targets: dict[int, tuple[Tensor, Tensor]] = {}
-    if pairs is None:
+    if not rotary_places(model):
         found = _table_states(source, ids.to(source.device))
         targets = {layer: (query.to(ids.device), key.to(ids.device)) for layer, (query, key) in found.items()}
     elif model.config.drope_parameters["qk_norm"]:
@@ -191,9 +192,10 @@ def _fit_layers(
 
     def observe(module: Any, query: Tensor, key: Tensor, mask: Any, position: Any, scaling: float | None) -> None:
         attention_scale, window = settings[module]
-        if not own and not module.keeps_rope:
+        rotation = None if module.keeps_rope else pairs[module]
+        if not own and rotation is not None:
             # The source has rotated them.
-            query, key = (unrotate(part, pairs) for part in (query, key))
+            query, key = (unrotate(part, rotation) for part in (query, key))
         scaled = query
         if attention_scale is not None:
             scaled = scale_queries(attention_scale, query, key, mask, 0)
@@ -208,10 +210,9 @@ def _fit_layers(
             hidden_states=None if position is None else position.hidden_states.float(),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         )
-        # A layer of `rope_layers` is handed rotated states: what its source sees.
-        rotation = None if module.keeps_rope else pairs
         target = targets.get(module.layer_idx)
-        if target is None and module.keeps_rope:
+        # A layer of `rope_layers` is handed what its source sees, and so is one that never rotates.
+        if target is None and rotation is None:
             target = (layer.source_query, layer.key)
         fit = LayerFit(layer, rotation, target, torch.Generator().manual_seed(seed + module.layer_idx))
         layer_report = fit.run(report.steps, learning_rate)
@@ -309,14 +310,6 @@ def _windows(model: Any, texts: Any, tokenizer: Any, length: int | None) -> Tens
     if len(unknown):
         raise ValueError(f"The text holds token {int(unknown[0])}, but the model knows only {config.vocab_size}.")
     return ids
-
-
-def _pairs(model: Any, attention: Any) -> RotaryPairs | None:
-    rotaries = [place.module for place in rotary_places(model)]
-    if not rotaries:
-        return None
-    layer_type = layer_type_of(rotaries[0].rotary, attention, model.config)
-    return rotary_pairs(rotaries[0].rotary, model.config, type(attention).__mro__[1], layer_type)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .configuration_drope import PRESETS, DroPEParameters
+from .drope_parameters import PRESETS, DroPEParameters
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -75,9 +75,16 @@ def _parser() -> argparse.ArgumentParser:
         "export", _export, "Write a model without position encoding as a plain checkpoint of its own architecture."
     )
     sub.add_argument("source", metavar="MODEL", help="a converted checkpoint folder")
-    sub.add_argument("target", metavar="OUT", help="the folder to write; appears when it is complete")
-    sub.add_argument("--format", choices=["stock"], default="stock", help="(default: stock)")
+    sub.add_argument("target", metavar="OUT", help="the folder, or .gguf file, to write; appears when it is complete")
+    sub.add_argument(
+        "--format",
+        choices=["stock", "gguf"],
+        default="stock",
+        help="a checkpoint folder, or one file for llama.cpp (default: stock)",
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
+    sub.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     sub = command("verify", _verify, "Check a converted checkpoint against its source.")
     sub.add_argument("path", metavar="DST", help="a converted checkpoint folder")
@@ -250,10 +257,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from .export import export_checkpoint, plan_export
+    from .gguf_export import export_gguf, plan_gguf
 
-    plan = plan_export(arguments.source)
-    target = export_checkpoint(plan, arguments.target, overwrite=arguments.overwrite)
-    print(f"{target}: {plan.config['model_type']} without rotation, loads without hf_drope")
+    make_plan, write = (plan_gguf, export_gguf) if arguments.format == "gguf" else (plan_export, export_checkpoint)
+    plan: Any = make_plan(arguments.source)
+    if not arguments.dry_run:
+        write(plan, arguments.target, overwrite=arguments.overwrite)
+    if arguments.json:
+        _print_json(plan.to_dict())
+    else:
+        print(plan.describe())
+        print("nothing written (dry run)" if arguments.dry_run else f"written to {arguments.target}")
     return 0
 
 
@@ -349,6 +363,9 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
         announce=lambda plan: print(plan, file=sys.stderr if arguments.json else sys.stdout, flush=True),
     )
+    if not summary:
+        # The first of several processes speaks for all.
+        return 0
     if arguments.dry_run and not arguments.json:
         print("nothing written (dry run)")
         return 0

@@ -6,10 +6,12 @@ without memory and asked.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, NamedTuple
 
-from .configuration_drope import DroPEParameters, base_model_type, drope_config_class
+from .configuration_drope import auto_map, base_model_type, drope_config_class
+from .drope_parameters import DroPEParameters
 from .position_shapes import position_shapes
 
 SEED = 0
@@ -132,6 +134,45 @@ def _shapes_of_model(new_config: dict[str, Any], tensors: dict[str, Any]) -> dic
     return found
 
 
+def read_config(config_class: Any, entries: dict[str, Any]) -> Any:
+    """A config object from the entries of a `config.json`, where Transformers writes infinite numbers in a way of its own."""
+
+    def read(held: dict[str, Any]) -> Any:
+        return float(held["__float__"]) if set(held) == {"__float__"} else held
+
+    return config_class.from_dict(json.loads(json.dumps(entries), object_hook=read))
+
+
+def what_stands_in_the_way(config: dict[str, Any]) -> str:
+    """Why a model of a type that is not supported cannot be converted, as the end of a sentence."""
+    import torch
+    import transformers
+
+    from .modeling_drope import apply_drope
+
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        return "Transformers does not know it"
+    try:
+        stock: Any = read_config(transformers.CONFIG_MAPPING[config["model_type"]], config)
+        home = next(
+            (
+                name
+                for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+                if name in auto_map(config["model_type"])
+            ),
+            None,
+        )
+        if home is None:
+            return "Transformers has no language model of this type that reads one text"
+        with torch.device("meta"):
+            apply_drope(getattr(transformers, home).from_config(stock))
+    except ValueError as error:
+        return str(error).partition("\n")[0].rstrip(".")
+    except Exception as error:
+        return f"it cannot be built ({type(error).__name__})"
+    return "it is none of those that the tests hold up"
+
+
 def _model(new_config: dict[str, Any]) -> Any:
     """The converted model on the meta device."""
     import torch
@@ -141,7 +182,7 @@ def _model(new_config: dict[str, Any]) -> Any:
     config: Any = drope_config_class(base_model_type(new_config["model_type"]))
     with torch.device("meta"):
         try:
-            return getattr(modeling_drope, new_config["architectures"][0])(config.from_dict(new_config))
+            return getattr(modeling_drope, new_config["architectures"][0])(read_config(config, new_config))
         except ValueError as error:
             raise ConversionError(str(error)) from error
 

@@ -16,28 +16,34 @@ from typing import Any
 
 from . import checkpoint
 from .configuration_drope import (
-    SUPPORTED_MODEL_TYPES,
+    PUBLIC_FIELDS,
     TRAVELLING_FILES,
-    DroPEParameters,
     auto_map,
     drope_class_name,
     drope_model_type,
+    public_settings,
 )
-from .conversion_additions import Additions, ConversionError, find_additions
+from .conversion_additions import Additions, ConversionError, find_additions, what_stands_in_the_way
+from .drope_parameters import DroPEParameters
+from .model_types import SUPPORTED_MODEL_TYPES
 
 RECORD = "drope_conversion.json"
 _DROPPED = (
-    (re.compile(r"(^|\.)rotary_emb\.(\w+_)?inv_freq$|\.attn\.embed_positions$"), "rotary buffer"),
-    (re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$"), "causal mask buffer"),
+    (re.compile(r"(^|\.)rotary_emb\.((\w+_)?inv_freq|(cos|sin)_cached)$|\.attn\.embed_positions$"), "rotary buffer"),
+    (re.compile(r"(^|\.)(attn|attention|crossattention)\.(bias|masked_bias|causal_mask)$"), "causal mask buffer"),
 )
 LEARNED_TABLE = re.compile(r"(^|\.)(wpe|positions_embed|embed_positions|position_embeddings)\.weight$")
 # Keys that only quantised weights have, and the methods that write them.
 _QUANTISED = {
     "bitsandbytes": re.compile(r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\S+|SCB)$"),
     "GPTQ or AWQ": re.compile(r"\.(qweight|qzeros|g_idx)$"),
-    "compressed-tensors or FP8": re.compile(r"\.(weight_scale|weight_scale_inv|weight_packed)$"),
+    "compressed-tensors or FP8": re.compile(r"\.(weight_scales?|weight_scale_inv|weight_packed)$"),
+    "quanto": re.compile(r"\.weight\._(data|scale|shift)$"),
+    "HQQ or AQLM": re.compile(r"\.(W_q|codes|codebooks)$"),
+    "MXFP4": re.compile(r"_proj_(blocks|scales)$"),
 }
-_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+_QUANTISED_DTYPES = re.compile(r"[UI](8|16|32)|F(4|6|8)(_\w+)?")
+_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight")
 _TRAINING_LEFTOVERS = re.compile(
     r"^(optimizer|scheduler|scaler|training_args)\.(pt|bin)$|^position_prediction\.safetensors$|^rng_state.*\.pth$|^trainer_state\.json$"
 )
@@ -148,6 +154,9 @@ def plan_conversion(
     settings = DroPEParameters.preset(parameters) if isinstance(parameters, str) else parameters
     settings = settings.replace(**(overrides or {}))
     source, config = read_source(src)
+    public = public_settings(config)
+    if public is not None:
+        return _plan_normalising(source, config, settings, DroPEParameters.from_dict(public))
     _refuse_model(config)
     weights = checkpoint.read_checkpoint(source)
     quantised = quantised_key(weights.tensors)
@@ -161,10 +170,9 @@ def plan_conversion(
     added = additions.shapes
 
     dropped = {name: reason for name in weights.tensors if (reason := why_dropped(name, settings))}
-    # Where the config does not say, GPT-2 is the one supported type that ties by default.
-    if not weights.is_safetensors and config.get("tie_word_embeddings", config["model_type"] == "gpt2"):
+    if not weights.is_safetensors and _ties_its_head(config):
         tied = (name for name in weights.tensors if name in _OUTPUT_HEADS)
-        dropped.update({name: "output head tied to the embedding" for name in tied if _shares_storage(weights, name)})
+        dropped.update({name: "output head tied to the embedding" for name in tied if _is_a_copy(weights, name)})
     clash = next((name for name in added if name in weights.tensors), None)
     if clash is not None:
         raise ConversionError(f"{source.name} already holds {clash}, which this conversion would add.")
@@ -184,13 +192,42 @@ def plan_conversion(
     )
 
 
+def _plan_normalising(
+    source: Path, config: dict[str, Any], asked: DroPEParameters, public: DroPEParameters
+) -> ConversionPlan:
+    """A public DroPE checkpoint with our settings and code, its weights as they are."""
+    if asked != DroPEParameters.preset("nope"):
+        raise ConversionError(
+            f"{source.name} is a public DroPE checkpoint ({config['model_type']}, attention_type {config['attention_type']}), whose "
+            "own settings are kept; convert it with the preset nope alone."
+        )
+    weights = checkpoint.read_checkpoint(source)
+    dropped = {name: reason for name in weights.tensors if (reason := why_dropped(name, public))}
+    shards, _ = _plan_shards(weights, dropped, False)
+    copied, left_out = _plan_files(source, {shard.source for shard in shards})
+    kept = {name: value for name, value in config.items() if name not in PUBLIC_FIELDS}
+    return ConversionPlan(
+        source=source,
+        parameters=public,
+        config=_new_config(kept, public),
+        shards=shards,
+        extra_shard=None,
+        dropped=dropped,
+        additions=Additions({}),
+        copied=copied,
+        left_out=left_out,
+        is_safetensors=weights.is_safetensors,
+    )
+
+
 def _refuse_model(config: dict[str, Any]) -> None:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type.endswith("_drope"):
         raise ConversionError(f"This checkpoint is converted already ({model_type}); convert its source instead.")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConversionError(
-            f"model_type {model_type!r} is not supported for conversion; supported are {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"model_type {model_type!r} cannot be converted: {what_stands_in_the_way(config)}; supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
@@ -214,11 +251,14 @@ def _refuse_settings(config: dict[str, Any], settings: DroPEParameters, tensors:
 
 
 def quantised_key(tensors: dict[str, Any]) -> str | None:
-    """A key that gives quantised weights away, and the method it speaks of."""
+    """A key that gives quantised weights away, and the method or dtype it speaks of."""
     for method, pattern in _QUANTISED.items():
         for name in tensors:
             if pattern.search(name):
                 return f"{method}: {name}"
+    for name, info in tensors.items():
+        if name.endswith("weight") and len(info.shape) > 1 and _QUANTISED_DTYPES.fullmatch(info.dtype):
+            return f"{info.dtype}: {name}"
     return None
 
 
@@ -231,10 +271,25 @@ def why_dropped(name: str, settings: DroPEParameters) -> str | None:
     return None
 
 
-def _shares_storage(weights: checkpoint.Checkpoint, name: str) -> bool:
-    file = next(file for file, tensors in weights.files.items() if name in tensors)
-    state = checkpoint.load_bin(weights.folder / file)
-    return any(other.data_ptr() == state[name].data_ptr() for key, other in state.items() if key != name)
+def _ties_its_head(config: dict[str, Any]) -> bool:
+    """Where `config.json` does not say, the type's own default holds."""
+    said = config.get("tie_word_embeddings")
+    if said is not None:
+        return bool(said)
+    from transformers import CONFIG_MAPPING
+
+    return bool(getattr(CONFIG_MAPPING[config["model_type"]], "tie_word_embeddings", False))
+
+
+def _is_a_copy(weights: checkpoint.Checkpoint, name: str) -> bool:
+    """Whether another tensor holds the same numbers, in the same storage or, where shards part them, in another."""
+    import torch
+
+    homes = {key: file for file, tensors in weights.files.items() for key in tensors}
+    head = checkpoint.load_bin(weights.folder / homes[name])[name]
+    infos = weights.tensors
+    alike = [key for key in infos if key != name and infos[key][:2] == infos[name][:2]]
+    return any(torch.equal(checkpoint.load_bin(weights.folder / homes[key])[key], head) for key in alike)
 
 
 def _plan_shards(
@@ -298,9 +353,12 @@ def other_files(source: Path) -> tuple[str, ...]:
 
 def _new_config(config: dict[str, Any], settings: DroPEParameters) -> dict[str, Any]:
     """The source's config with four entries changed; its RoPE settings stay, so a conversion can be undone."""
-    entries = auto_map(config["model_type"])
-    causal_lm = entries["AutoModelForCausalLM"].rpartition(".")[2]
-    names = [drope_class_name(name) for name in config.get("architectures") or [causal_lm]]
+    entries = auto_map(config["model_type"], settings)
+    # Where the source does not say: its class with a head for tokens, as which people load it.
+    home = next(
+        entries[name] for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel") if name in entries
+    )
+    names = [drope_class_name(name) for name in config.get("architectures") or [home.rpartition(".")[2]]]
     changed = {
         "model_type": drope_model_type(config["model_type"]),
         "architectures": names,

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, checkpoint, checkpoint_writing
-from .configuration_drope import TRAVELLING_FILES, DroPEParameters
+from .configuration_drope import TRAVELLING_FILES, public_settings
 from .conversion_additions import SEED, ConversionError, first_of, new_tensors
 from .conversion_plan import LEARNED_TABLE, RECORD, ConversionPlan, quantised_key, read_source, why_dropped
+from .drope_parameters import DroPEParameters
 from .new_folder import new_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,6 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "dtypes": dict(Counter(info.dtype for info in weights.tensors.values())),
         "files": {name: len(tensors) for name, tensors in weights.files.items()},
         "quantised": bool(config.get("quantization_config")) or quantised_key(weights.tensors) is not None,
-        "drope_parameters": config.get("drope_parameters"),
+        "drope_parameters": config.get("drope_parameters") or public_settings(config),
         "conversion_would_drop": dict(dropped),
     }

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 import hf_drope  # noqa: F401  (registers the classes)
 
-from .configuration_drope import DroPEParameters
 from .conversion_plan import ConversionError, plan_conversion
 from .convert import convert_checkpoint
+from .drope_parameters import DroPEParameters
 from .training import DroPECallback, DroPETrainer
 
 WINDOW = 128

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention_drope import is_attention
+from .stock_attention import is_attention
 from .top_k_logits import (
     CHUNK,
     LOWEST,

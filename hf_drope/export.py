@@ -1,87 +1,122 @@
 """A model without position encoding as a plain checkpoint of its own architecture, which needs no code of ours.
 
-Rotary models get rotations whose frequencies are divided by 10³⁰, so that every cosine is 1 and every sine vanishes beside
-it, in any engine that knows the `llama3` type; learned tables get zeros. Weights are copied byte for byte.
+Rotary models get rope settings that turn nothing (`stock_config`), learned tables get zeros, a constant attention scale is
+multiplied into the weights that make the queries. All other weights are copied byte for byte, and so is every other file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import checkpoint, checkpoint_writing
-from .configuration_drope import TRAVELLING_FILES, DroPEParameters, base_model_type, stock_class_name
+from .configuration_drope import TRAVELLING_FILES, base_model_type, drope_config_class
 from .conversion_additions import ConversionError
 from .conversion_plan import RECORD, other_files, read_source
 from .convert import check_target, termination_raises
+from .drope_parameters import DroPEParameters
 from .new_folder import new_folder
 
-FORMATS = ("stock",)
-# Every wavelength is above `original_max_position_embeddings / low_freq_factor`, so every frequency is divided by the factor.
-NO_ROTATION = {
-    "rope_type": "llama3",
-    "factor": 1e30,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1,
-}
-_ROTATION_KEYS = ("rope_theta", "partial_rotary_factor")
-_QUERY_PROJECTIONS = ("q_norm.weight", "q_proj.weight", "q_proj.bias")
+_TABLES_ALONE = "model-position.safetensors"
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will write: `config` is the stock one, `added` a table's key → shape, `scaled` keys to be multiplied."""
+    """What an export will write.
+
+    Attributes:
+        config: the stock `config.json`.
+        shards: weight file of the source → its name in the export.
+        added: key → shape of the learned position tables, which will be zero.
+        scale: the factor on the queries, and `folds` the weights (by key) that take it.
+        copied: other files, unchanged.
+    """
 
     source: Path
     config: dict[str, Any]
     weights: checkpoint.Checkpoint
+    shards: dict[str, str]
     added: dict[str, list[int]]
-    scaled: tuple[str, ...]
+    added_shard: str | None
     scale: float
+    folds: dict[str, Any] = field(repr=False)
     copied: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
-        files = (*self.weights.files, *self.copied)
-        return sum((self.source / name).stat().st_size for name in files)
+        """Bytes to write, the copied files included."""
+        sizes = (self.source / name for name in (*self.weights.files, *self.copied))
+        return sum(path.stat().st_size for path in sizes) + 4 * sum(map(math.prod, self.added.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source.name,
+            "model_type": self.config["model_type"],
+            "architectures": self.config.get("architectures"),
+            "rope_parameters": self.config.get("rope_parameters"),
+            "shards": self.shards,
+            "added": self.added,
+            "scale": self.scale,
+            "scaled": sorted(self.folds),
+            "copied": list(self.copied),
+            "bytes": self.bytes,
+        }
+
+    def describe(self) -> str:
+        """The plan in a few lines for a person."""
+        lines = [f"{self.source.name} → {self.config['model_type']} without position encoding, for any engine"]
+        for source, target in self.shards.items():
+            scaled = sum(key in self.folds for key in self.weights.files[source])
+            how = f"{scaled} weights times {self.scale:g}" if scaled else "copied as bytes"
+            lines.append(f"  {source} → {target}: {how}")
+        for key, shape in self.added.items():
+            lines.append(f"  added: {key} {shape}, zeros, in {self.added_shard}")
+        lines.append(f"  {len(self.copied)} other files unchanged")
+        return "\n".join(lines)
 
 
 def plan_export(src: str | Path) -> ExportPlan:
-    """Say what exporting the converted checkpoint in `src` would write.
+    """Say what exporting the converted checkpoint in `src` would write. Reads no weights.
 
     Raises:
         ConversionError: the model has something that its stock architecture cannot express; the message says what.
     """
+    from .stock_config import StockForm
+
     source, config = read_source(src)
-    model_type = str(config.get("model_type"))
-    if base_model_type(model_type) == model_type or "drope_parameters" not in config:
-        raise ConversionError(
-            f"{source.name} is a {model_type} model, which is no converted one; there is nothing to export."
-        )
-    settings = DroPEParameters.from_dict(config["drope_parameters"])
-    _refuse_settings(settings)
+    settings = _settings(source, config)
     weights = checkpoint.read_checkpoint(source)
     if not weights.is_safetensors:
         raise ConversionError(f"{source.name} holds no safetensors; save the model with save_pretrained first.")
-    stock = _stock_config(config)
-    added = _added_tables(stock, weights.tensors)
-    scale = (settings.attention_scale or {}).get("factor", 1.0)
+    form = StockForm(config)
+    scale = form.scale * (settings.attention_scale or {}).get("factor", 1.0)
+    added = _added_tables(form.model, weights.tensors)
+    shards, added_shard = _plan_shards(list(weights.files), bool(added))
     return ExportPlan(
         source=source,
-        config=stock,
+        config=form.config,
         weights=weights,
+        shards=shards,
         added=added,
-        scaled=() if scale == 1.0 else _scaled_keys(weights.tensors),
+        added_shard=added_shard,
         scale=scale,
+        folds={} if math.isclose(scale, 1.0) else _folds(type(form.model), config, weights.tensors),
         copied=tuple(name for name in other_files(source) if name not in (*TRAVELLING_FILES, RECORD)),
     )
 
 
-def _refuse_settings(settings: DroPEParameters) -> None:
+def _settings(source: Path, config: dict[str, Any]) -> DroPEParameters:
+    model_type = str(config.get("model_type"))
+    if base_model_type(model_type) == model_type:
+        raise ConversionError(
+            f"{source.name} is a {model_type} model, which is no converted one; there is nothing to export."
+        )
+    settings = DroPEParameters.from_dict(_drope_config(config).drope_parameters)
     if settings.rope_scale != 0.0:
         raise ConversionError(
             f"rope_scale is {settings.rope_scale:g}; a stock model has its position encoding whole or not at all: set it to 0, "
@@ -101,152 +136,108 @@ def _refuse_settings(settings: DroPEParameters) -> None:
                 f"{name} is {value!r}, which no stock architecture has; only a model without position encoding, with at most "
                 "a constant attention scale, can be exported."
             )
+    return settings
 
 
-def _stock_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The source architecture's config, without rotations."""
-    left_out = ("drope_parameters", "auto_map", "rope_scaling", "rope_theta", "rope_parameters")
-    stock = {name: value for name, value in config.items() if name not in left_out}
-    stock["model_type"] = base_model_type(config["model_type"])
-    stock["architectures"] = [stock_class_name(name) for name in config.get("architectures") or []]
-    if not stock["architectures"]:
-        del stock["architectures"]
-    rope = _rope_of(config)
-    if rope is not None:
-        stock["rope_parameters"] = _without_rotation(rope)
-        _check_rotation(stock)
-    return stock
+def _drope_config(config: dict[str, Any]) -> Any:
+    drope: Any = drope_config_class(config["model_type"])
+    return drope.from_dict(config)
 
 
-def _rope_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_parameters` as the stock config class reads them, older names included."""
-    import transformers
-
-    stock_class: Any = transformers.CONFIG_MAPPING[base_model_type(config["model_type"])]
-    held = stock_class.from_dict({**config, "model_type": stock_class.model_type}).to_dict()
-    return held.get("rope_parameters")
-
-
-def _without_rotation(rope: dict[str, Any]) -> dict[str, Any]:
-    if any(isinstance(value, dict) for value in rope.values()):
-        return {kind: _without_rotation(value) if isinstance(value, dict) else value for kind, value in rope.items()}
-    return {**{name: rope[name] for name in _ROTATION_KEYS if name in rope}, **NO_ROTATION}
-
-
-def _stock_model(stock: dict[str, Any]) -> Any:
-    """The stock model on the meta device."""
-    import torch
-    import transformers
-
-    config: Any = transformers.CONFIG_MAPPING[stock["model_type"]].from_dict(stock)
-    name = (stock.get("architectures") or [None])[0]
-    with torch.device("meta"):
-        if name is None:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        return getattr(transformers, name)(config)
-
-
-def _check_rotation(stock: dict[str, Any]) -> None:
-    """Refuse an architecture whose own rotary module still rotates with this config."""
-    import inspect
-
-    import torch
-
-    from .position_modules import rotary_places
-
-    model = _stock_model(stock)
-    for place in rotary_places(model):
-        rotary = type(place.module)(getattr(place.module, "config", model.config))
-        takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
-        kinds: Any = sorted(set(model.config.layer_types)) if takes_type else [None]
-        for kind in kinds:
-            given = () if kind is None else (kind,)
-            rotation = rotary(torch.zeros(1, 1, 1), torch.tensor([[1, 65535]]), *given)
-            parts = rotation if isinstance(rotation, tuple) else (rotation.real, rotation.imag)
-            if not (parts[0] == 1).all() or parts[1].abs().max() > 1e-20:
-                raise ConversionError(
-                    f"{stock['model_type']} cannot say in its config that it does not rotate, so it has no stock form."
-                )
-
-
-def _added_tables(stock: dict[str, Any], tensors: dict[str, Any]) -> dict[str, list[int]]:
+def _added_tables(model: Any, tensors: dict[str, Any]) -> dict[str, list[int]]:
     """The learned tables that the conversion took out."""
     from .position_modules import table_places
 
-    model = _stock_model(stock)
     tables = {id(place.module.weight) for place in table_places(model)}
-    prefix = f"{model.base_model_prefix}."
-    has_prefix = any(name.startswith(prefix) for name in tensors)
-    found = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in tables:
-            found[name if has_prefix else name.removeprefix(prefix)] = list(parameter.shape)
-    clash = next((name for name in found if name in tensors), None)
+    found = {key: list(weight.shape) for key, weight in model.named_parameters() if id(weight) in tables}
+    clash = next((key for key in found if key in tensors), None)
     if clash is not None:
         raise ConversionError(f"{clash} is still in the checkpoint, though rope_scale is 0; save the model anew first.")
     return found
 
 
-def _scaled_keys(tensors: dict[str, Any]) -> tuple[str, ...]:
-    """What to multiply queries by: the norm that is their last step, or else their projection."""
-    found = {end: [name for name in tensors if name.endswith(f".{end}")] for end in _QUERY_PROJECTIONS}
-    norms, projections, biases = found.values()
-    if not projections:
-        raise ConversionError(
-            "attention_scale cannot be folded into this model's weights, which have no projection for queries alone; "
-            "set it to null before the export."
-        )
-    return tuple(norms) if norms else (*projections, *biases)
+def _folds(stock: type, config: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    from .query_scale import find_folds
+
+    folds = find_folds(stock, _drope_config(config))
+    for key in folds:
+        if key not in tensors or tensors[key].dtype not in ("F64", "F32", "F16", "BF16"):
+            raise ConversionError(
+                f"attention_scale has to be folded into {key}, which is not in the checkpoint under this name in a floating-point "
+                "dtype; save the model with save_pretrained first."
+            )
+    return folds
+
+
+def _plan_shards(files: list[str], added: bool) -> tuple[dict[str, str], str | None]:
+    """Names of the weight files: Transformers takes a file called model.safetensors for the whole."""
+    if not added:
+        return {name: name for name in files}, None
+    if files == [checkpoint.SAFE_WEIGHTS]:
+        return {files[0]: "model-00001-of-00002.safetensors"}, "model-00002-of-00002.safetensors"
+    return {name: name for name in files}, _TABLES_ALONE
 
 
 def export_checkpoint(plan: ExportPlan, dst: str | Path, *, overwrite: bool = False, progress: bool = True) -> Path:
     """Execute a plan: the stock checkpoint appears at `dst`, complete, or not at all.
 
+    Args:
+        plan: from `plan_export`.
+        dst: target folder; must not exist or be empty, unless `overwrite`.
+        progress: show a bar by bytes where standard error is a terminal.
+
     Raises:
         ConversionError: the target is refused, or there is not enough space; nothing was written.
     """
+    from tqdm import tqdm
+
     target = check_target(plan.source, dst, plan.bytes, overwrite)
+    off = None if progress else True
     with termination_raises(), new_folder(target) as work:
-        _write(plan, work, progress)
+        with tqdm(total=plan.bytes, unit="B", unit_scale=True, disable=off, file=sys.stderr) as bar:
+            _write_weights(plan, work, bar.update)
+            for name in plan.copied:
+                (work / name).parent.mkdir(parents=True, exist_ok=True)
+                checkpoint_writing.copy_file(plan.source / name, work / name, bar.update)
+        text = json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n"
+        (work / "config.json").write_text(text, encoding="utf-8")
     return target
 
 
-def _write(plan: ExportPlan, work: Path, progress: bool) -> None:
-    import torch
-    from safetensors import safe_open
-    from tqdm import tqdm
-
+def _write_weights(plan: ExportPlan, work: Path, advance: Callable[[int], Any]) -> None:
     weight_map: dict[str, str] = {}
     total = 0
-    with tqdm(total=plan.bytes, unit="B", unit_scale=True, disable=None if progress else True, file=sys.stderr) as bar:
-        for file, tensors in plan.weights.files.items():
-            if set(tensors) & set(plan.scaled):
-                with safe_open(plan.source / file, framework="pt") as opened:
-                    state = {name: opened.get_tensor(name) for name in tensors}
-                for name in set(tensors) & set(plan.scaled):
-                    state[name] = (state[name].float() * plan.scale).to(state[name].dtype)
-                checkpoint_writing.write_tensors(state, work / file, bar.update)
-            else:
-                checkpoint_writing.copy_file(plan.source / file, work / file, bar.update)
-            weight_map.update(dict.fromkeys(tensors, file))
-            total += sum(info.end - info.start for info in tensors.values())
-        if plan.added:
-            kind = _dtype_of(plan)
-            zeros = {name: torch.zeros(shape, dtype=kind) for name, shape in plan.added.items()}
-            checkpoint_writing.write_tensors(zeros, work / "model-position.safetensors", bar.update)
-            weight_map.update(dict.fromkeys(zeros, "model-position.safetensors"))
-            total += sum(x.numel() * x.element_size() for x in zeros.values())
-        if len(set(weight_map.values())) > 1:
-            checkpoint_writing.write_index(work, weight_map, total)
-        for name in plan.copied:
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            checkpoint_writing.copy_file(plan.source / name, work / name, bar.update)
-    (work / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, tensors in plan.weights.files.items():
+        if plan.folds.keys() & tensors.keys():
+            checkpoint_writing.write_tensors(dict(scaled_tensors(plan, name)), work / plan.shards[name], advance)
+        else:
+            checkpoint_writing.copy_file(plan.source / name, work / plan.shards[name], advance)
+        weight_map.update(dict.fromkeys(tensors, plan.shards[name]))
+        total += sum(info.end - info.start for info in tensors.values())
+    if plan.added_shard is not None:
+        zeros = _zeros(plan)
+        checkpoint_writing.write_tensors(zeros, work / plan.added_shard, advance)
+        weight_map.update(dict.fromkeys(zeros, plan.added_shard))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in zeros.values())
+    if len(set(weight_map.values())) > 1:
+        checkpoint_writing.write_index(work, weight_map, total)
 
 
-def _dtype_of(plan: ExportPlan) -> Any:
+def scaled_tensors(plan: ExportPlan, file: str) -> Iterator[tuple[str, Any]]:
+    """The tensors of one of the source's weight files, by key and one at a time, as the export has them."""
+    from safetensors import safe_open
+
+    with safe_open(plan.source / file, framework="pt") as opened:
+        for key in plan.weights.files[file]:
+            tensor = opened.get_tensor(key)
+            yield key, plan.folds[key].apply(tensor, plan.scale) if key in plan.folds else tensor
+
+
+def _zeros(plan: ExportPlan) -> dict[str, Any]:
+    import torch
     from safetensors import safe_open
 
     file, tensors = next(iter(plan.weights.files.items()))
     with safe_open(plan.source / file, framework="pt") as opened:
-        return opened.get_tensor(next(iter(tensors))).dtype
+        dtype = opened.get_tensor(next(iter(tensors))).dtype
+    return {key: torch.zeros(shape, dtype=dtype) for key, shape in plan.added.items()}

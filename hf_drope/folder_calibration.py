@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import checkpoint, checkpoint_writing
 from .calibration import LONGEST, CalibrationReport, calibrate, context_length
-from .configuration_drope import DroPEParameters
 from .conversion_plan import RECORD, read_source
+from .drope_parameters import DroPEParameters
 from .position_modules import rotary_places
 from .text import text_windows
 

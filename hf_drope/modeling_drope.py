@@ -14,36 +14,22 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .attention_backends import refuse_backend
-from .attention_drope import (
-    QKNorm,
-    drope_attention_class,
-    is_attention,
-    is_given_rotations,
-    layer_type_of,
-    rotary_pairs,
-    rotates,
-    rotates_by_itself,
-    rotates_queries_and_keys_together,
-)
-from .attention_masks import check_scale
-from .configuration_drope import (
-    DroPEParameters,
-    auto_map,
-    drope_class_name,
-    drope_config_class,
-    stock_class_name,
-)
+from .attention_backends import refuse_backend, refuse_continuous_batching
+from .configuration_drope import OWN_ATTENTION, auto_map, drope_class_name, drope_config_class, stock_class_name
+from .drope_parameters import DroPEParameters
 from .fp32_module import Fp32Module
-from .position_bias import PositionBias, build_position_bias
-from .position_modules import rotary_places, table_places
-from .rotary_drope import FadingRotaryEmbedding, RopeScale, fade_embedding
-from .rotary_pairs import RotaryPairs
+from .installation import install, mark_dropped_table
+from .packed_documents import refuse_mixed_documents
+from .position_bias import PositionBias
+from .rotary_drope import RopeScale
+from .stock_attention import (
+    head_dim_of,
+)
 
 # Types of the public DroPE checkpoints, whose norms of queries and keys have keys of their own.
 _PUBLIC_TYPES = ("llama", "qwen2")
@@ -55,13 +41,31 @@ class DroPEMixin:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(config, "drope_parameters"):
+            stock = type(config).__name__
+            raise ValueError(
+                f"{type(self).__name__} takes a {drope_class_name(stock)}, not a {stock}; convert a model with apply_drope, or "
+                "make the config with drope_config_class."
+            )
         # Classification heads ask AutoModel for their base model; the answer is keyed by this very config class.
         base = auto_map(config.model_type)["AutoModel"].rpartition(".")[2]
         transformers.AutoModel.register(type(config), __getattr__(base), exist_ok=True)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # Custom code is not asked to initialise modules without weights, as a few stock models do on behalf of others.
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is not None and self.base_model is self:  # type: ignore[attr-defined]
+            refuse_mixed_documents(self, kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
     def post_init(self) -> None:
-        _install(self)
+        # Built by way of the class that answers engines, it is a model like any other.
+        self.__class__ = getattr(type(self), "built_as", type(self))
+        install(self, drope_class)
         super().post_init()  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -73,7 +77,7 @@ class DroPEMixin:
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         settings = DroPEParameters.from_dict(self.config.drope_parameters)
-        refuse_backend(settings, attn_implementation or "sdpa", _head_dim(self.config))
+        refuse_backend(settings, attn_implementation or "sdpa", head_dim_of(self.config))
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
 
     def set_rope_scale(self, rope_scale: float) -> None:
@@ -132,124 +136,11 @@ class DroPEMixin:
 
     def _write(self, settings: DroPEParameters) -> None:
         self.config.drope_parameters = settings.to_dict()
-        _mark_dropped_table(self)
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _install(model: Any) -> None:
-    """Put both seams into `model` as `model.config.drope_parameters` asks, once."""
-    settings = DroPEParameters.from_dict(model.config.drope_parameters)
-    settings.check_layers(model.config.num_hidden_layers)
-    _install_position_encoding(model, settings)
-    for module in model.modules():
-        if rotates_by_itself(module):
-            raise ValueError(
-                f"{type(module).__name__} rotates queries and keys without the Transformers attention interface, so hf_drope "
-                "cannot change how it encodes position."
-            )
-        if isinstance(module, PreTrainedModel) and not hasattr(module, "set_rope_scale"):
-            module.__class__ = drope_class(type(module))
-        elif is_attention(module) and not hasattr(type(module), "needs_position"):
-            _install_attention(model, module, settings)
-    # In place of a class attribute, which would hide the stock class's own.
-    strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    model._keep_in_fp32_modules_strict = strict | {"position_bias", *(("qk_norm",) if settings.qk_norm else ())}
-    _mark_dropped_table(model)
-
-
-def _install_position_encoding(model: Any, settings: DroPEParameters) -> None:
-    """Wrap the modules that make rotations of positions, or look vectors up by them."""
-    rotaries, tables = rotary_places(model), table_places(model)
-    if not rotaries and not tables:
-        raise ValueError(
-            f"{type(model.base_model).__name__} has neither a rotary module nor a table of learned positions, "
-            "so there is no position encoding here that hf_drope could take out."
-        )
-    if tables and settings.rope_layers is not None:
-        raise ValueError("rope_layers needs rotary positions; a learned table is added once, before all layers.")
-    keeps = settings.rope_layers is not None
-    deferred = (settings.position_bias or {}).get("type") == "disentangled"
-    for place in rotaries:
-        if not isinstance(place.module, RopeScale):
-            settled = settings.rope_fade, settings.rope_scale, keeps, deferred
-            place.put(FadingRotaryEmbedding(place.module, *settled))
-    for place in tables:
-        if not isinstance(place.module, RopeScale):
-            place.put(fade_embedding(place.module, settings.rope_scale))
-
-
-def _install_attention(model: Any, module: Any, settings: DroPEParameters) -> None:
-    config, index = model.config, module.layer_idx
-    if settings.position_bias is not None and getattr(module, "reorder_and_upcast_attn", False):
-        raise ValueError("reorder_and_upcast_attn=True bypasses the position bias; set it to False in the config.")
-    stock = type(module)
-    deferred = (settings.position_bias or {}).get("type") == "disentangled"
-    if deferred and getattr(module, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{stock.__name__} keeps keys compressed (multi-head latent attention), which a disentangled bias cannot take "
-            "apart; use 'table', 'log', 'linear' or 'low_rank'."
-        )
-    # A disentangled bias is RoPE taken apart, so it has no place where there is none.
-    still = deferred and not rotates(module, config.hidden_size)
-    module.__class__ = drope_attention_class(stock)
-    if settings.rope_layers is not None and not is_given_rotations(stock):
-        raise ValueError(f"rope_layers is not possible for {stock.__name__}, which is not given its rotations.")
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(module, "head_dim", None) or _head_dim(config)
-    module.keeps_rope = settings.rope_layers is not None and index in settings.rope_layers
-    module.position_bias = build_position_bias(
-        settings,
-        num_heads=heads,
-        num_key_value_heads=groups,
-        hidden_size=config.hidden_size,
-        head_dim=head_dim,
-        rotary=_rotary_pairs(model, module, stock) if deferred else None,
-        keeps_rope=module.keeps_rope or still,
-    )
-    # A few families have a module of this name themselves.
-    module.adds_qk_norm = settings.qk_norm is not None
-    if settings.qk_norm is not None:
-        if not rotates_queries_and_keys_together(stock):
-            raise ValueError(
-                f"qk_norm is not possible for {stock.__name__}, which never holds its queries and keys together."
-            )
-        eps = getattr(config, "rms_norm_eps", 1e-6)
-        module.qk_norm = QKNorm(settings.qk_norm, heads * head_dim, groups * head_dim, eps)
-    module.attention_scale = check_scale(settings.attention_scale)
-    module.window = settings.window[index] if isinstance(settings.window, list | tuple) else settings.window
-
-
-def _rotary_pairs(model: Any, module: Any, attention: type) -> RotaryPairs | None:
-    """How the source rotates in this layer."""
-    rotaries = [place.module for place in rotary_places(model)]
-    if not rotaries:
-        return None
-    if len(rotaries) > 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(rotaries)} rotary modules, which a disentangled bias cannot take apart."
-        )
-    layer_type = layer_type_of(rotaries[0].rotary, module, model.config)
-    if layer_type not in rotaries[0].pairs:
-        rotaries[0].pairs[layer_type] = rotary_pairs(rotaries[0].rotary, model.config, attention, layer_type)
-    return rotaries[0].pairs[layer_type]
-
-
-def _mark_dropped_table(model: Any) -> None:
-    """A learned table at strength 0 is not saved: the checkpoint says that it was dropped."""
-    keys = {
-        name for name, module in model.named_modules() if isinstance(module, RopeScale) and hasattr(module, "weight")
-    }
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    weights = {f"{name}.weight" for name in keys}
-    dropped = model.config.drope_parameters["rope_scale"] == 0.0
-    model._keys_to_ignore_on_save = ignored | weights if dropped else ignored - weights
+        mark_dropped_table(self)
 
 
 _model_classes: dict[type, type] = {}
+_answers: dict[str, type] = {}
 
 
 def drope_class(stock: Any) -> Any:
@@ -264,8 +155,16 @@ def drope_class(stock: Any) -> Any:
             "__module__": __name__,
             "__doc__": f"{stock.__name__} with its position encoding as `config.drope_parameters` asks.",
             "config_class": drope_config_class(stock),
+            # Read off the source of the module that a class is from, which ours is not.
+            "_can_set_attn_implementation": classmethod(lambda cls: stock._can_set_attn_implementation()),
+            "_can_set_experts_implementation": classmethod(lambda cls: stock._can_set_experts_implementation()),
+            "__reduce_ex__": lambda self, protocol: (_new_model, (stock,), vars(self)),
         }
-        converted: Any = type(drope_class_name(stock.__name__), (DroPEMixin, stock), namespace)
+        if hasattr(stock, "init_continuous_batching"):
+            namespace["init_continuous_batching"] = _init_continuous_batching
+        # Some code looks for this one among the direct bases.
+        generation = (GenerationMixin,) if GenerationMixin in stock.__bases__ else ()
+        converted: Any = type(drope_class_name(stock.__name__), (DroPEMixin, stock, *generation), namespace)
         homes = {entry.rpartition(".")[2]: auto for auto, entry in auto_map(stock.config_class.model_type).items()}
         converted.register_for_auto_class(homes.get(converted.__name__, "AutoModel"))
         _rename_keys_like(stock, converted)
@@ -273,6 +172,31 @@ def drope_class(stock: Any) -> Any:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(converted), stock._can_record_outputs)
         _model_classes[stock] = converted
     return _model_classes[stock]
+
+
+def _init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_continuous_batching(DroPEParameters.from_dict(self.config.drope_parameters))
+    return super(DroPEMixin, self).init_continuous_batching(*args, **kwargs)
+
+
+def _own_attention_class(converted: Any) -> Any:
+    """What `auto_map` names for a model with a bias: builds `converted`, and tells engines to keep their attention out."""
+    name = converted.__name__ + OWN_ATTENTION
+    if name not in _answers:
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"{converted.__name__} for which no other attention can stand in.",
+            "_supports_attention_backend": False,
+            "built_as": converted,
+        }
+        _answers[name] = type(name, (converted,), namespace)
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(_answers[name]), converted._can_record_outputs)
+    return _answers[name]
+
+
+def _new_model(stock: type) -> Any:
+    """An empty model for a pickle or a copy to fill: not every class made here can be found by its name."""
+    return object.__new__(drope_class(stock))
 
 
 def _rename_keys_like(stock: Any, converted: Any) -> None:
@@ -315,6 +239,13 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
         raise ValueError(
             f"{type(model).__name__} is converted already; use set_rope_scale, or convert its source with other settings."
         )
+    home: Any = type(model).config_class
+    if home is not type(model.config):
+        own, given = home.model_type, model.config.model_type
+        raise ValueError(
+            f"{type(model).__name__} runs a {given!r} config here and is the class of {own!r}; save the model with a config of "
+            f"that type (model_type {own!r} in config.json) and convert that."
+        )
     old_config: Any = model.config
     # The caller may have built other models from the same config object: they keep it.
     config = copy.deepcopy(old_config)
@@ -322,8 +253,8 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     # A loaded config has its source's type in the instance as well.
     vars(config).pop("model_type", None)
     config.drope_parameters = settings.to_dict()
-    config.auto_map = auto_map(config.model_type)
-    refuse_backend(settings, config._attn_implementation, _head_dim(config))
+    config.auto_map = auto_map(config.model_type, settings)
+    refuse_backend(settings, config._attn_implementation, head_dim_of(config))
     # Every refusal comes before the first change: a trial on a model without weights.
     with torch.device("meta"):
         drope_class(type(model))(copy.deepcopy(config))
@@ -331,7 +262,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
         if getattr(module, "config", None) is old_config:
             module.config = config
     model.__class__ = drope_class(type(model))
-    _install(model)
+    install(model, drope_class)
     for module in model.modules():
         if getattr(module, "position_bias", None) is not None or getattr(module, "adds_qk_norm", False):
             module.to(next(iter(module.parameters())).device)
@@ -350,6 +281,8 @@ def register_model_classes(config_class: Any) -> None:
 
 def __getattr__(name: str) -> Any:
     """`DroPELlamaForCausalLM` and its like are made when first asked for."""
+    if name.endswith(OWN_ATTENTION) and name == drope_class_name(name):
+        return _own_attention_class(__getattr__(name.removesuffix(OWN_ATTENTION)))
     stock = getattr(transformers, stock_class_name(name), None) if name == drope_class_name(name) else None
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
         return drope_class(stock)

@@ -72,6 +72,12 @@ class RelativeBias(Fp32Module):
         return f"num_heads={self.num_heads}{shared}"
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` is looking: its program takes any length, so none may decide which way is gone."""
+    # Before torch 2.7 the two are not told apart.
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+
+
 def offsets(queries: int, keys: int, query_offset: int | Tensor, device: torch.device) -> Tensor:
     """All Δ = j − i of a block, ascending: (queries + keys − 1,). Nothing is read back from the device."""
     return torch.arange(-(queries - 1), keys, device=device) - query_offset
@@ -79,6 +85,10 @@ def offsets(queries: int, keys: int, query_offset: int | Tensor, device: torch.d
 
 def unfold_rows(row: Tensor, queries: int, keys: int) -> Tensor:
     """(…, queries + keys − 1) values over ascending Δ → the Toeplitz block (…, queries, keys)."""
+    if is_exporting():
+        # An unfolded view would fix the length for good.
+        later = torch.arange(keys, device=row.device) - torch.arange(queries, device=row.device)[:, None]
+        return row[..., later + queries - 1]
     return row.unfold(-1, keys, 1).flip(-2)
 
 
@@ -330,7 +340,8 @@ def build_position_bias(
 
     Args:
         head_dim, rotary: channels a head and how the source rotates them; None where its positions are a learned table.
-        keeps_rope: the layer is one of `rope_layers`; a disentangled bias, which is RoPE taken apart, has no place there.
+        keeps_rope: the layer is one of `rope_layers`, or never rotates; a disentangled bias, which is RoPE taken apart, has no
+            place there.
 
     Raises:
         ValueError: a disentangled bias is asked for and there is no rotation to take apart.
@@ -341,10 +352,10 @@ def build_position_bias(
     kind = settings.pop("type")
     bias: RelativeBias | DisentangledBias
     if kind == "disentangled":
-        pairs: Any = rotary
-        check_rotation(parameters.position_bias, 0 if pairs is None else 2 * len(pairs.frequencies))
         if keeps_rope:
             return None
+        pairs: Any = rotary
+        check_rotation(parameters.position_bias, 0 if pairs is None else 2 * len(pairs.frequencies))
         settings |= {"rope_scale": parameters.rope_scale, "rope_fade": parameters.rope_fade}
         bias = DisentangledBias(num_heads, num_key_value_heads, head_dim or 0, pairs, **settings)
     else:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
+from .adapters import lora_config
 from .calibration import context_length
 from .conversion_plan import RECORD, other_files, read_source
 from .folder_calibration import load_tokenizer
@@ -48,12 +49,12 @@ from .resume import (
     last_checkpoint,
 )
 from .schedule import DroPESchedule, learning_rate_warmup_steps
+from .sharding import load_whole, whole_weights
 from .text import PackedText
 from .training import (
     DroPECallback,
     DroPETrainer,
     freeze_all_but_position,
-    lora_config,
     set_stage,
     train_attention_and_position,
 )
@@ -166,7 +167,8 @@ def recalibrate(
         announce: called with the plan as text before training; it times one step for that.
 
     Returns:
-        Steps, tokens, seconds, first and last loss, and where the result is; for a dry run the plan.
+        Steps, tokens, seconds, first and last loss, and where the result is; for a dry run the plan. With several processes
+        (`accelerate launch`) all but the first return an empty dictionary.
 
     Raises:
         ValueError: one sentence on a wrong argument, folder or text file; nothing was written.
@@ -254,6 +256,8 @@ def recalibrate(
         use_cpu=not torch.accelerator.is_available(),
         disable_tqdm=True,
         seed=seed,
+        # Every position parameter takes part in every stage.
+        ddp_find_unused_parameters=False,
     )
     tokens_a_step *= arguments.world_size
     plan = {
@@ -279,7 +283,7 @@ def recalibrate(
         plan["estimated_seconds"] = round(seconds)
         announce(describe_plan(plan))
     if dry_run:
-        return plan
+        return plan if arguments.process_index == 0 else {}
     _check_disk(target, disk_space(trained, model))
     target.mkdir(parents=True, exist_ok=True)
     made_with: dict[str, Any] = {
@@ -317,8 +321,15 @@ def recalibrate(
         else:
             trainer.train(resume_from_checkpoint=last)
         history = trainer.state.log_history
+        sharded = whole_weights(trainer)
         if not trainer.is_world_process_zero():
             return {}
+        if sharded is not None:
+            # What is in pieces cannot be merged or saved in place.
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            set_stage(model, *schedule.at(trainer.state.global_step, max_steps)[1:])
+            trained = _trainable(model, lora_rank, train_only)
+            load_whole(trained, sharded)
     if lora_rank is not None:
         model = trained.merge_and_unload()
     with full_disk_told(target):

@@ -40,6 +40,8 @@ class TwoStrengths(NamedTuple):
 class RopeScale(nn.Module):
     """Holds a strength in [0, 1]: as a Python branch at the ends, as a buffer between, so a schedule never recompiles."""
 
+    # A checkpoint has its own copy of these classes, which `isinstance` would not recognise.
+    holds_rope_scale = True
     scale: Tensor
 
     def _init_scale(self, rope_scale: float) -> None:
@@ -95,6 +97,15 @@ class FadingRotaryEmbedding(RopeScale):
         else:
             faded = getattr(self, f"_fade_{self.fade}")(hidden_states, position_ids, *args, **kwargs)
         return TwoStrengths(faded, stock) if self.keeps_layers else faded
+
+    def __getattr__(self, name: str) -> Any:
+        # A few models read fields of their rotary modules; what is private, such as having been initialised, is its own.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(super().__getattr__("rotary"), name)
 
     @property
     def _is_complex(self) -> bool:
@@ -193,15 +204,26 @@ class RemovedPositionEmbedding(RopeScale):
 _fading_classes: dict[type, type] = {}
 
 
+def _fading_class(stock: type) -> type:
+    if stock not in _fading_classes:
+        namespace = {
+            "__module__": __name__,
+            "__reduce_ex__": lambda self, protocol: (_new_fading, (stock,), vars(self)),
+        }
+        _fading_classes[stock] = type(f"Fading{stock.__name__}", (FadingPositionEmbedding, stock), namespace)
+    return _fading_classes[stock]
+
+
+def _new_fading(stock: type) -> Any:
+    """An empty table for a pickle or a copy to fill: a class made here has no name of its own to be found by."""
+    return object.__new__(_fading_class(stock))
+
+
 def fade_embedding(embedding: nn.Module, rope_scale: float) -> nn.Module:
     """The learned table made adjustable in place, so that its weight keeps its key; a new stand-in at `rope_scale` 0."""
     if rope_scale == 0.0:
         return RemovedPositionEmbedding()
     stock = type(embedding)
-    if stock not in _fading_classes:
-        _fading_classes[stock] = type(
-            f"Fading{stock.__name__}", (FadingPositionEmbedding, stock), {"__module__": __name__}
-        )
-    embedding.__class__ = _fading_classes[stock]
+    embedding.__class__ = _fading_class(stock)
     embedding._init_scale(rope_scale)  # type: ignore[operator]
     return embedding

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.pytorch_utils import Conv1D
 
 from .distill import DistillationMixin
 from .position_prediction import PositionPredictionMixin
 from .record import FiniteLossMixin
 from .schedule import STAGES, DroPESchedule, ScheduleState
+from .sharding import keep_class_name, shard_position_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,8 @@ class PositionGroupsMixin:
         trainer: Any = self
         if trainer.optimizer is not None:
             return trainer.optimizer
+        if _is_fsdp2(trainer):
+            shard_position_parameters(trainer.model, offload_policy=trainer.accelerator.state.fsdp_plugin.cpu_offload)
         optimizer: Any = super().create_optimizer(*([] if model is None else [model]))  # type: ignore[misc]
         named = position_parameters(trainer.model if model is None else model)
         chosen = {id(parameter): parameter for _, parameter in named if parameter.requires_grad}
@@ -193,6 +195,22 @@ class PositionGroupsMixin:
             rate = 10 * trainer.args.learning_rate if rate is None else rate
             optimizer.add_param_group({"params": list(chosen.values()), "lr": rate, "weight_decay": 0.0})
         return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        if _is_fsdp2(trainer):
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            keep_class_name(model)
+            # accelerate knows parameters by their addresses, and a process's share of a small one is empty.
+            named = position_parameters(model)
+            chosen = [parameter for _, parameter in named if parameter.requires_grad]
+            if chosen:
+                trainer.optimizer.param_groups[-1]["params"] = chosen
+        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_fsdp2(trainer: Any) -> bool:
+    return trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
 
 
 # Distillation inside: its weight is shared with the ordinary loss alone.
@@ -229,27 +247,3 @@ def freeze_all_but_position(model: Any) -> None:
         raise ValueError("The model has no position parameters to train; convert it with a position_bias.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
-
-
-def lora_config(model: Any, rank: int) -> Any:
-    """A PEFT `LoraConfig` for a converted model: adapters on the attention projections, what conversion added in full."""
-    from peft import LoraConfig
-
-    converted = unwrap(model)
-    # Whole names: GPT-2 calls a projection of its MLP as it calls one of its attention.
-    projections = {
-        f"{name}.{child_name}": child
-        for name, module in converted.named_modules()
-        if hasattr(type(module), "needs_position")
-        for child_name, child in module.named_children()
-        if isinstance(child, nn.Linear | Conv1D)
-    }
-    added = {name.rpartition(".")[2] for name, _ in converted.named_modules()} & {_POSITION, "qk_norm"}
-    return LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=sorted(projections),
-        modules_to_save=sorted(added) or None,
-        fan_in_fan_out=any(isinstance(child, Conv1D) for child in projections.values()),
-        task_type="CAUSAL_LM",
-    )

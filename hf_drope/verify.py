@@ -20,8 +20,9 @@ from typing import Any
 
 from . import checkpoint
 from .cache_argument import cache_argument
-from .configuration_drope import DroPEParameters, auto_map
+from .configuration_drope import auto_map
 from .conversion_plan import ConversionError, plan_conversion, read_source
+from .drope_parameters import DroPEParameters
 
 logger = logging.getLogger(__name__)
 

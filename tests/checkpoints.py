@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tiny import VOCAB, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 BLOCK = """
@@ -61,3 +61,17 @@ def run_python(code: str, *arguments: Any, cwd: Path, **env: str) -> subprocess.
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids).logits
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer of GPT-2's kind with 300 entries, a beginning and an end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<bos>", "<eos>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the other thing that they said then and there"] * 4, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
+import logging
 import math
 
 import pytest
@@ -285,7 +288,12 @@ MASKED = "'eager', 'sdpa'"
         (BIASES["low_rank"], "no_such_backend", "position bias 'low_rank'", f"{MASKED}, 'flex_attention', 'flash_"),
         (SCORED, "flex_attention", "position bias 'disentangled', gate 'score'", f"{MASKED}."),
         (SCALED, "flex_attention", "attention scale .*", f"{MASKED}."),
-        ({"attention_scale": {"factor": 1.2}}, "no_such_backend", "attention scale .*", MASKED),
+        (
+            {"attention_scale": {"coefficient": 0.2, "original_max_position_embeddings": 4}},
+            "no_such_backend",
+            "attention scale .*",
+            MASKED,
+        ),
     ],
 )
 def test_backends_that_would_leave_the_bias_out_are_refused(settings, backend, what, instead, tmp_path):
@@ -398,6 +406,27 @@ def test_attention_weights_are_returned_with_bias_and_mask(family, bias):
         assert (layer - plain).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("settings", [{}, BIASES["table"], BIASES["table_score"]], ids=str)
+def test_attention_weights_that_a_backend_does_not_have_are_warned_of(settings):
+    """https://github.com/huggingface/transformers/pull/30652: nothing is returned rather than weights without bias or mask."""
+    model, log = build(settings), io.StringIO()
+    handler = logging.StreamHandler(log)
+    transformers.utils.logging.add_handler(handler)
+    transformers.utils.logging.warning_once.cache_clear()
+    with torch.no_grad():
+        weights = model(random_ids(1, 9), output_attentions=True).attentions
+    transformers.utils.logging.remove_handler(handler)
+    assert not weights or all(layer is None for layer in weights)
+    assert "does not support `output_attentions=True`" in log.getvalue()
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for layer in model(random_ids(1, 9), output_attentions=True).attentions:
+            torch.testing.assert_close(layer.sum(-1), torch.ones(1, 4, 9))
+            assert (layer * torch.ones(9, 9).triu(1) == 0).all()
+
+
 @every_backend
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gptj", "gpt2"])
 def test_hidden_states_are_returned_as_by_the_stock_model(family, backend):
@@ -415,7 +444,10 @@ def test_hidden_states_are_returned_as_by_the_stock_model(family, backend):
 @every_backend
 @pytest.mark.parametrize("head", range(4))
 def test_a_heads_bias_reaches_that_head_only(head, backend, monkeypatch):
-    """https://github.com/vllm-project/vllm/pull/1938: query heads share keys by repetition, not by tiling."""
+    """https://github.com/vllm-project/vllm/pull/1938 and https://github.com/ekzhang/jax-js/pull/180
+
+    Query heads share keys by repetition, not by tiling.
+    """
     recorder = Recorder(monkeypatch)
     model = build(BIASES["table"], backend=backend)
     for bias in model.position_biases():
@@ -433,17 +465,21 @@ def test_a_heads_bias_reaches_that_head_only(head, backend, monkeypatch):
         assert changed.tolist() == [h == head for h in range(4)]
 
 
-@every_backend
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("distance", [0, 1])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "backend"), [*itertools.product(("llama", "gpt2"), BACKENDS), ("llama", "flex_attention")]
+)
 def test_a_strong_bias_for_one_distance_copies_that_tokens_value(family, distance, backend, monkeypatch):
-    """https://github.com/mosaicml/llm-foundry/issues/186"""
+    """https://github.com/mosaicml/llm-foundry/issues/186 and https://github.com/vllm-project/vllm/pull/945"""
     recorder = Recorder(monkeypatch)
-    model = build(BIASES["table"], family, backend)
+    model = build(BIASES["table"], family, "eager")
+    model.set_attn_implementation(backend)
     for bias in model.position_biases():
         bias.bias.weight.data.zero_()
         bias.bias.weight.data[5 - distance] = 2000.0
-    stepwise(model, random_ids(1, 7), (5,))
+    with torch.compiler.set_stance("force_eager"):
+        stepwise(model, random_ids(1, 7), (5,))
     assert recorder.calls
     for call in recorder.calls:
         value = call.value.repeat_interleave(4 // call.value.shape[1], 1).transpose(1, 2)
@@ -451,6 +487,41 @@ def test_a_strong_bias_for_one_distance_copies_that_tokens_value(family, distanc
             position = i + call.query_offset
             if position >= distance:
                 torch.testing.assert_close(call.output[:, i], value[:, position - distance], atol=1e-6, rtol=1e-6)
+
+
+LARGE = {
+    "table": {"position_bias": {"type": "table", "max_distance": 6}},
+    "table, head gate": {"position_bias": {"type": "table", "max_distance": 6}, "gate": {"type": "head"}},
+    "log": {"position_bias": {"type": "log"}},
+    "far log, score gate": {"position_bias": {"type": "log", "sign": 1}, "gate": {"type": "score"}},
+    "linear": {"position_bias": {"type": "linear", "learned": True}},
+    "low rank": {"position_bias": {"type": "low_rank", "rank": 4}},
+    "disentangled": {"position_bias": {"type": "disentangled"}},
+}
+
+
+@pytest.mark.parametrize("size", [50.0, -50.0, 1e4, -1e4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LARGE)
+def test_masked_weights_are_exactly_zero_for_any_kind_of_bias(name, dtype, size):
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2658: padding and the future are both masked, on top of a large bias."""
+    model = build(LARGE[name], backend="eager").to(dtype)
+    for bias in model.position_biases():
+        for parameter in bias.bias.parameters():
+            # Queries times keys of a disentangled bias would not fit half precision.
+            parameter.data.mul_(max(min(size, 50.0), -50.0) if name == "disentangled" else size)
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        output = model(ids, attention_mask=mask, output_attentions=True)
+    assert output.logits[mask.bool()].isfinite().all()
+    for layer in output.attentions:
+        real = layer[mask[:, None].expand(-1, 4, -1).bool()]
+        assert real.isfinite().all()
+        torch.testing.assert_close(real.float().sum(-1), torch.ones(len(real)), atol=2e-2, rtol=0)
+        assert (layer[0] * torch.ones(9, 9).triu(1) == 0).all()
+        assert (layer[1, :, 3:] * torch.ones(9, 9).triu(1)[3:] == 0).all()
+        assert (layer[1, :, 3:, :3] == 0).all()
 
 
 @every_backend
@@ -621,6 +692,7 @@ def test_compiled_decoding_with_a_static_cache_is_one_graph(name, graphs):
 
 @pytest.mark.parametrize("name", ["table_score", "table_query", "low_rank"])
 def test_fading_and_cooling_do_not_recompile(name, graphs):
+    """https://github.com/pytorch/pytorch/issues/171320: between the two ends no value is looked at."""
     model, ids = build(COMPILED[name]), random_ids(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend=graphs.compile)
     for rope_scale, temperature in ((0.9, 1.0), (0.6, 0.5), (0.2, 0.2)):

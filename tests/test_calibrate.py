@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_drope import DroPEParameters, apply_drope, calibrate, calibrate_checkpoint, convert_checkpoint, plan_conversion
+from hf_drope.adapters import lora_config
 from hf_drope.cli import main
 from hf_drope.distance_fit import fit_by_distance
 from hf_drope.folder_calibration import checkpoint_windows
 from hf_drope.layer_fit import LayerFit, LayerStates
 from hf_drope.position_bias import LinearBias, LogBias, LowRankBias, PositionBias, TableBias
-from hf_drope.training import lora_config
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
 KINDS: dict[str, dict[str, Any]] = {

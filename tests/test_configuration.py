@@ -15,16 +15,9 @@ from tiny import FAMILIES, tiny_config
 from transformers import AutoConfig
 
 from hf_drope import DroPEParameters, drope_config_class
-from hf_drope.configuration_drope import (
-    BIAS_SETTINGS,
-    GATE_SETTINGS,
-    POSITION_SCALINGS,
-    PRESETS,
-    SUPPORTED_MODEL_TYPES,
-    auto_map,
-    base_model_type,
-    drope_model_type,
-)
+from hf_drope.configuration_drope import auto_map, base_model_type, drope_model_type
+from hf_drope.drope_parameters import BIAS_SETTINGS, GATE_SETTINGS, POSITION_SCALINGS, PRESETS
+from hf_drope.model_types import SUPPORTED_MODEL_TYPES
 
 DEFAULTS = {
     "rope_scale": 0.0,
@@ -347,7 +340,7 @@ def test_registration_does_not_depend_on_the_order_of_imports(order):
 
 
 def test_reloading_the_package_changes_nothing():
-    """https://github.com/huggingface/transformers/issues/25453"""
+    """https://github.com/huggingface/transformers/issues/25453 and https://github.com/BigData-KSU/RS-LLaVA/issues/5"""
     code = """
         import importlib, hf_drope, transformers
         before = transformers.AutoConfig.for_model("llama_drope")
@@ -361,8 +354,23 @@ def test_reloading_the_package_changes_nothing():
             num_hidden_layers=1, num_attention_heads=2)
         model = transformers.AutoModelForCausalLM.from_config(config)
         print(type(before) is type(after), type(config).__name__, type(model).__name__)
+        spec = importlib.util.spec_from_file_location("other_name", hf_drope.__file__,
+            submodule_search_locations=hf_drope.__path__)
+        import sys
+        sys.modules["other_name"] = other = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(other)
+        again = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama_drope",
+            **{key: value for key, value in config.to_dict().items() if key != "model_type"}))
+        print(type(again).__name__, type(again).__module__)
+        stock = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=9, hidden_size=8,
+            intermediate_size=8, num_hidden_layers=1, num_attention_heads=2))
+        print(type(other.apply_drope(stock, "simple")).__name__)
     """
-    assert run_python(code) == "True DroPELlamaConfig DroPELlamaForCausalLM"
+    assert run_python(code).splitlines() == [
+        "True DroPELlamaConfig DroPELlamaForCausalLM",
+        "DroPELlamaForCausalLM other_name.modeling_drope",
+        "DroPELlamaForCausalLM",
+    ]
 
 
 def test_a_foreign_class_that_holds_the_type_is_named():

@@ -7,17 +7,19 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_json, logits, write_source
+from checkpoints import edit_json, logits, tiny_tokenizer, write_source
+from model_types import DECODER_TYPES, small_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, random_ids, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_drope import (
     DroPEParameters,
@@ -29,8 +31,10 @@ from hf_drope import (
     plan_conversion,
     verify_checkpoint,
 )
-from hf_drope.configuration_drope import PRESETS, TRAVELLING_FILES
+from hf_drope.cli import main
+from hf_drope.configuration_drope import TRAVELLING_FILES
 from hf_drope.conversion_additions import new_tensors
+from hf_drope.drope_parameters import PRESETS
 
 
 def convert(source: Path, target: Path, preset: str = "nope", **overrides) -> Path:
@@ -59,16 +63,24 @@ def test_verification_notices_a_changed_weight_and_a_changed_file(tmp_path):
 
 
 def test_a_shard_without_a_dropped_key_and_all_other_files_are_the_same_bytes(tmp_path):
-    """https://github.com/hiyouga/EasyR1/pull/11007: the eos list and the chat template survive."""
+    """https://github.com/hiyouga/EasyR1/pull/11007: the eos list and the chat template survive.
+
+    https://github.com/arcee-ai/mergekit/issues/275, https://github.com/OpenEuroLLM/oellm-autoexp/pull/51 and
+    https://github.com/marin-community/marin/pull/7406
+    """
     write_source(tmp_path / "src")
+    edit_json(tmp_path / "src/generation_config.json", temperature=0.6, do_sample=True)
+    (tmp_path / "src/additional_chat_templates").mkdir()
+    (tmp_path / "src/additional_chat_templates/tools.jinja").write_text("{{ tools }}")
     convert(tmp_path / "src", tmp_path / "dst", "drope")
     src, dst = tmp_path / "src", tmp_path / "dst"
     first = dst / "model-00001-of-00002.safetensors"
     assert first.read_bytes() == (src / "model.safetensors").read_bytes()
-    for path in src.iterdir():
-        if path.name not in ("config.json", "model.safetensors"):
-            assert (dst / path.name).read_bytes() == path.read_bytes(), path.name
-    assert AutoModelForCausalLM.from_pretrained(dst).generation_config.eos_token_id == [2, 5]
+    for path in src.rglob("*"):
+        if path.is_file() and path.name not in ("config.json", "model.safetensors"):
+            assert (dst / path.relative_to(src)).read_bytes() == path.read_bytes(), path.name
+    generation = AutoModelForCausalLM.from_pretrained(dst).generation_config
+    assert (generation.eos_token_id, generation.temperature) == ([2, 5], 0.6)
     assert set(TRAVELLING_FILES) <= {path.name for path in dst.iterdir()}
     assert first.stat().st_ino != (src / "model.safetensors").stat().st_ino
 
@@ -101,20 +113,24 @@ def test_sharded_sources_keep_their_shards(preset, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied_heads_stay_as_they_are(tied, tmp_path):
-    """https://github.com/huggingface/transformers/pull/43429"""
+    """https://github.com/ml-explore/mlx-lm/pull/1605 and https://github.com/huggingface/transformers/pull/42362"""
     source = write_source(tmp_path / "src", tie_word_embeddings=tied)
     convert(tmp_path / "src", tmp_path / "dst", rope_scale=1.0)
     assert ("lm_head.weight" in load_file(tmp_path / "dst/model.safetensors")) is not tied
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    assert not info["missing_keys"]
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tied
     assert torch.equal(logits(model, random_ids(1, 9)), logits(source, random_ids(1, 9)))
 
 
 def test_legacy_rotary_and_mask_buffers_are_dropped_and_named(tmp_path):
-    """https://github.com/unslothai/unsloth/issues/270"""
+    """https://github.com/unslothai/unsloth/issues/270 and https://github.com/jzhang38/TinyLlama/issues/127"""
     for family, key in (
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("qwen2", "model.layers.1.self_attn.rotary_emb.cos_cached"),
+        ("phi3", "model.rotary_emb.original_inv_freq"),
         ("gpt2", "transformer.h.0.attn.bias"),
+        ("gptj", "transformer.h.1.attn.masked_bias"),
         ("gpt_neox", "gpt_neox.layers.1.attention.masked_bias"),
     ):
         src, dst = tmp_path / family, tmp_path / f"{family}-out"
@@ -147,22 +163,14 @@ def test_learned_table_is_stripped_when_dropped_and_kept_when_not(tmp_path):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_bin_sources_become_safetensors(tied, sharded, tmp_path):
-    """https://github.com/huggingface/transformers/issues/38464"""
+    """https://github.com/huggingface/transformers/issues/38464 and https://github.com/castorini/rank_llm/pull/398"""
     source = write_source(tmp_path / "src", tie_word_embeddings=tied)
-    (tmp_path / "src/model.safetensors").unlink()
-    state = source.state_dict()
-    if sharded:
-        names = sorted(state)
-        parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
-        for file, keys in parts.items():
-            torch.save({key: state[key] for key in keys}, tmp_path / "src" / file)
-        weight_map = {key: file for file, keys in parts.items() for key in keys}
-        (tmp_path / "src/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    else:
-        torch.save(state, tmp_path / "src/pytorch_model.bin")
+    (write_bin_shards if sharded else write_bin)(tmp_path / "src", source.state_dict())
     convert(tmp_path / "src", tmp_path / "dst", "drope", rope_scale=1.0)
     assert not list((tmp_path / "dst").glob("*.bin*"))
+    assert ("lm_head.weight" in checkpoint.read_checkpoint(tmp_path / "dst").tensors) is not tied
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tied
     for name, tensor in source.named_parameters():
         assert torch.equal(model.get_parameter(name), tensor), name
 
@@ -189,20 +197,29 @@ def test_every_tensor_keeps_its_dtype(tmp_path):
     save_file(state, tmp_path / "src/model.safetensors")
     for dtype in ("bfloat16", None, "float32"):
         edit_json(tmp_path / "src/config.json", dtype=dtype)
-        convert(tmp_path / "src", tmp_path / f"dst-{dtype}")
-        out = load_file(tmp_path / f"dst-{dtype}/model.safetensors")
+        dst = tmp_path / f"dst-{dtype}"
+        convert(tmp_path / "src", dst)
+        out = load_file(dst / "model.safetensors")
         assert all(torch.equal(out[name], state[name]) and out[name].dtype == state[name].dtype for name in out)
-        assert json.loads((tmp_path / f"dst-{dtype}/config.json").read_text())["dtype"] == dtype
+        assert json.loads((dst / "config.json").read_text())["dtype"] == dtype
+        assert (
+            AutoModelForCausalLM.from_pretrained(dst).dtype
+            == AutoModelForCausalLM.from_pretrained(tmp_path / "src").dtype
+        )
 
 
-@pytest.mark.parametrize("metadata", [None, {}])
-def test_output_shards_always_say_their_format(metadata, tmp_path):
-    """https://github.com/ml-explore/mlx/issues/743"""
-    write_source(tmp_path / "src")
-    save_file(load_file(tmp_path / "src/model.safetensors"), tmp_path / "src/model.safetensors", metadata=metadata)
+@pytest.mark.parametrize("metadata", [None, {}, {"note": "kept"}])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_output_shards_always_say_their_format(sharded, metadata, tmp_path):
+    """https://github.com/ml-explore/mlx/issues/743 and https://github.com/safetensors/safetensors/issues/549"""
+    write_source(tmp_path / "src", **({"max_shard_size": "20KB"} if sharded else {}))
+    for path in (tmp_path / "src").glob("*.safetensors"):
+        save_file(load_file(path), path, metadata=metadata)
     convert(tmp_path / "src", tmp_path / "dst", "drope")
-    for path in (tmp_path / "dst").glob("*.safetensors"):
-        assert checkpoint.read_shard(path).metadata["format"] == "pt"
+    written = [checkpoint.read_shard(path).metadata for path in (tmp_path / "dst").glob("*.safetensors")]
+    assert len(written) > (2 if sharded else 1)
+    # The one that holds the position parameters is new.
+    assert sorted(written, key=len) == [{"format": "pt"}] + [{"format": "pt", **(metadata or {})}] * (len(written) - 1)
 
 
 SHAPED = [
@@ -234,12 +251,19 @@ def test_a_plan_knows_the_shapes_without_making_the_tensors(settings, family, tm
     assert set(made) == {name for name in model.state_dict() if "position_bias" in name or "qk_norm" in name}
 
 
-def test_padded_vocabulary_stays(tmp_path):
-    """https://github.com/arcee-ai/mergekit/issues/425"""
-    write_source(tmp_path / "src", vocab_size=104)
-    convert(tmp_path / "src", tmp_path / "dst")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_padded_vocabulary_stays(family, tmp_path):
+    """https://github.com/arcee-ai/mergekit/issues/425 and https://github.com/unslothai/unsloth-zoo/pull/923"""
+    source = write_source(tmp_path / "src", family, vocab_size=104)
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.add_tokens(["new", "words"]) == 2
+    tokenizer.save_pretrained(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", rope_scale=1.0)
     assert json.loads((tmp_path / "dst/config.json").read_text())["vocab_size"] == 104
-    assert load_file(tmp_path / "dst/model.safetensors")["model.embed_tokens.weight"].shape[0] == 104
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "dst")) == len(tokenizer) < 104
+    assert model.get_input_embeddings().weight.shape[0] == model.get_output_embeddings().weight.shape[0] == 104
+    assert torch.equal(logits(model, torch.tensor([[5, 103, 98]])), logits(source, torch.tensor([[5, 103, 98]])))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +330,7 @@ def damage(src: Path, kind: str) -> None:
         save_file(state, weights)
     elif kind == "converted already":
         edit_json(src / "config.json", model_type="llama_drope")
-    elif kind == "is not supported":
+    elif kind == "cannot be converted: Transformers has no language model":
         edit_json(src / "config.json", model_type="t5")
     elif kind == "speaks of 3 layers":
         edit_json(src / "config.json", num_hidden_layers=3)
@@ -324,12 +348,12 @@ def damage(src: Path, kind: str) -> None:
         "quantised (gptq)",
         "holds quantised weights",
         "converted already",
-        "is not supported",
+        "cannot be converted: Transformers has no language model",
         "speaks of 3 layers",
     ],
 )
 def test_unusable_source_is_refused_in_one_sentence(kind, tmp_path):
-    """https://github.com/huggingface/huggingface_hub/pull/4728 and https://github.com/hiyouga/LlamaFactory/issues/5155"""
+    """https://github.com/hiyouga/LlamaFactory/issues/5155"""
     sharded = kind in ("lacks the shard", "does not hold it")
     write_source(tmp_path / "src", **({"max_shard_size": "20KB"} if sharded else {}))
     damage(tmp_path / "src", kind)
@@ -339,12 +363,49 @@ def test_unusable_source_is_refused_in_one_sentence(kind, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("lost", ["tensor", "shard"])
+def test_a_tensor_or_shard_that_is_not_where_the_index_says_is_named(lost, binary, tmp_path, capsys):
+    """https://github.com/huggingface/huggingface_hub/pull/4728 and https://github.com/sgl-project/sglang/pull/32279"""
+    source = write_source(tmp_path / "src", max_shard_size="20KB")
+    if binary:
+        write_bin_shards(tmp_path / "src", source.state_dict())
+    index = next((tmp_path / "src").glob("*.index.json"))
+    shard = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+    path = tmp_path / "src" / shard
+    if lost == "shard":
+        path.unlink()
+    else:
+        state = torch.load(path) if binary else load_file(path)
+        state.pop("model.norm.weight")
+        if binary:
+            torch.save(state, path)
+        else:
+            save_file(state, path, metadata={"format": "pt"})
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
+    message = capsys.readouterr().err
+    assert shard in message
+    assert ("model.norm.weight" in message) is (lost == "tensor")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
 def test_folder_that_shadows_a_hub_id_is_named(tmp_path, monkeypatch):
-    """https://github.com/huggingface/transformers/issues/27954"""
+    """https://github.com/huggingface/transformers/issues/27954 and https://github.com/TransformerLensOrg/TransformerLens/issues/332"""
+
+    def no_network(*arguments):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
-    with pytest.raises(ValueError, match="local folder gpt2 was used"):
+    with pytest.raises(ValueError, match=r"local folder gpt2 was used, and it has no config\.json"):
         plan_conversion("gpt2")
+    assert main(["convert", "gpt2", "out"]) == main(["inspect", "gpt2"]) == 2
+    (tmp_path / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=r"gpt2 holds no weights: neither model\.safetensors"):
+        plan_conversion("gpt2")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="is not a local folder"):
         plan_conversion("no/such")
 
@@ -359,15 +420,21 @@ def test_target_that_would_lose_something_is_refused(tmp_path):
     for target in ("src", "link", "src/inside", "full"):
         with pytest.raises(ValueError, match=r"overlap|not empty"):
             convert(tmp_path / "src", tmp_path / target)
+    for source in ("src", "link"):
+        for target in ("src", "link", "src/../src/"):
+            with pytest.raises(ValueError, match="overlap"):
+                convert_checkpoint(plan_conversion(tmp_path / source), tmp_path / target, overwrite=True)
     assert (tmp_path / "full/mine.txt").read_text() == "mine"
     assert {path: path.read_bytes() for path in (tmp_path / "src").iterdir()} == before
     convert_checkpoint(plan_conversion(tmp_path / "src"), tmp_path / "full", overwrite=True)
     assert not (tmp_path / "full/mine.txt").exists()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").config.model_type == "llama_drope"
+    assert main(["export", str(tmp_path / "full"), str(tmp_path / "full"), "--overwrite"]) == 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").config.model_type == "llama_drope"
 
 
 def test_failure_midway_leaves_no_target_and_a_rerun_succeeds(tmp_path, monkeypatch):
-    """https://github.com/JustVugg/colibri/pull/1026"""
+    """https://github.com/JustVugg/colibri/pull/1026 and https://github.com/huggingface/transformers/issues/36099"""
     write_source(tmp_path / "src", max_shard_size="20KB")
     calls = []
 
@@ -462,6 +529,19 @@ def write_bin(folder: Path, state: dict[str, torch.Tensor]) -> None:
     torch.save(state, folder / "pytorch_model.bin")
 
 
+def write_bin_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Two of them, a tied head apart from its embedding."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    names = sorted(state)
+    parts = {"pytorch_model-00001-of-00002.bin": names[1:], "pytorch_model-00002-of-00002.bin": names[:1]}
+    assert names[0] == "lm_head.weight"
+    for file, keys in parts.items():
+        torch.save({key: state[key] for key in keys}, folder / file)
+    weight_map = {key: file for file, keys in parts.items() for key in keys}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("said", [True, False])
 def test_a_head_that_shares_storage_is_left_out_only_where_the_model_ties_it(family, said, tmp_path):
@@ -481,6 +561,21 @@ def test_a_head_that_shares_storage_is_left_out_only_where_the_model_ties_it(fam
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
     assert not info["missing_keys"]
     assert torch.equal(model.get_output_embeddings().weight, head.weight)
+
+
+def test_every_type_ties_by_its_own_default(tmp_path):
+    """https://github.com/huggingface/transformers/pull/43429, for a `.bin` whose config does not say and whose head has any name."""
+    seen = set()
+    for model_type in DECODER_TYPES:
+        source, folder = small_model(model_type), tmp_path / model_type
+        ties = source.config.tie_word_embeddings
+        source.save_pretrained(folder)
+        edit_json(folder / "config.json", tie_word_embeddings=None)
+        write_bin(folder, source.state_dict())
+        dropped = plan_conversion(folder, "nope", overrides={"rope_scale": 1.0}).dropped
+        assert ("output head tied to the embedding" in dropped.values()) is ties, model_type
+        seen.add(ties)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(("family", "preset"), [("llama", "nope"), ("gpt2", "drope"), ("gpt_neox", "simple")])
@@ -588,7 +683,7 @@ def test_a_plain_conversion_needs_no_torch(tmp_path):
 
 
 def test_tokenizer_class_is_copied_and_not_rewritten(tmp_path):
-    """https://github.com/unslothai/unsloth/issues/8444"""
+    """https://github.com/unslothai/unsloth/issues/8444 and https://github.com/Open-Athena/MarinFold/pull/165"""
     write_source(tmp_path / "src")
     edit_json(tmp_path / "src/tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     convert(tmp_path / "src", tmp_path / "dst")
@@ -646,18 +741,46 @@ def test_metadata_of_another_framework_does_not_stop_the_result_from_loading(tmp
 
 
 @pytest.mark.parametrize(
-    ("suffix", "method"),
-    [("absmax", "bitsandbytes"), ("qzeros", "GPTQ or AWQ"), ("weight_scale", "compressed-tensors or FP8")],
+    ("suffixes", "method"),
+    [
+        (("weight.absmax", "weight.quant_map"), "bitsandbytes"),
+        (("weight.quant_state.bitsandbytes__nf4",), "bitsandbytes"),
+        (("SCB",), "bitsandbytes"),
+        (("qweight", "qzeros", "scales"), "GPTQ or AWQ"),
+        (("weight_scale",), "compressed-tensors or FP8"),
+        (("weight_scale_inv",), "compressed-tensors or FP8"),
+        (("weight._data", "weight._scale"), "quanto"),
+        (("W_q", "meta"), "HQQ or AQLM"),
+        (("codes", "codebooks"), "HQQ or AQLM"),
+        ((), "U8"),
+    ],
 )
-def test_quantised_keys_name_their_method(suffix, method, tmp_path):
-    """https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946"""
+@pytest.mark.parametrize("said", [True, False])
+def test_quantised_weights_are_refused_and_name_their_method(said, suffixes, method, tmp_path, capsys):
+    """https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946 and https://github.com/huggingface/optimum-quanto/issues/372"""
     write_source(tmp_path / "src")
-    state = load_file(tmp_path / "src/model.safetensors")
-    key = f"model.layers.0.self_attn.q_proj.{suffix}"
-    save_file({**state, key: torch.ones(2)}, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"{method}: {key}"):
+    state, layer = load_file(tmp_path / "src/model.safetensors"), "model.layers.0.self_attn.q_proj."
+    state[layer + "weight"] = torch.ones(16, 32, dtype=torch.uint8)
+    state.update({layer + suffix: torch.ones(2) for suffix in suffixes})
+    save_file(state, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
+    if said:
+        edit_json(tmp_path / "src/config.json", quantization_config={"quant_method": "gptq"})
+    else:
+        assert inspect_checkpoint(tmp_path / "src")["quantised"]
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
+    message = capsys.readouterr().err
+    assert ("quantised (gptq)" if said else f"quantised weights ({method}: {layer}") in message
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_a_narrow_dtype_are_called_quantised(dtype, tmp_path):
+    """https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946: even where no other key gives them away."""
+    write_source(tmp_path / "src")
+    state, key = load_file(tmp_path / "src/model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file({**state, key: state[key].to(dtype)}, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"quantised weights \(\w+: {key}\)"):
         plan_conversion(tmp_path / "src")
-    assert inspect_checkpoint(tmp_path / "src")["quantised"]
 
 
 @pytest.mark.parametrize(
@@ -666,7 +789,7 @@ def test_quantised_keys_name_their_method(suffix, method, tmp_path):
         ("llama", {"quantization_config": "awq"}, r"quantised \(awq\)"),
         ("llama", {"num_attention_heads": None}, "None heads"),
         ("llama", {"num_hidden_layers": None}, "None layers"),
-        ("llama", {"model_type": None}, "None is not supported"),
+        ("llama", {"model_type": None}, "None cannot be converted"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "bypasses a position bias"),
     ],
 )
@@ -745,6 +868,8 @@ def test_a_limit_on_file_size_is_one_sentence_and_leaves_nothing(tmp_path):
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
+    convert(tmp_path / "src", tmp_path / "dst")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").config.model_type == "llama_drope"
 
 
 KILLED_IN_BETWEEN = """

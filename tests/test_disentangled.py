@@ -25,12 +25,12 @@ from hf_drope import (
     drope_class,
     plan_conversion,
 )
-from hf_drope.attention_drope import rotary_pairs
 from hf_drope.configuration_drope import auto_map
 from hf_drope.disentangled_bias import DisentangledBias
 from hf_drope.gates import HeadGate
 from hf_drope.position_bias import PositionBias
 from hf_drope.rotary_pairs import RotaryPairs, scaled_frequencies
+from hf_drope.stock_attention import rotary_pairs
 
 PRESET = DroPEParameters.preset("disentangled")
 ROTARY = [family for family in FAMILIES if family != "gpt2"]

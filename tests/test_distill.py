@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_drope import DroPECallback, DroPEParameters, DroPESchedule, apply_drope
+from hf_drope.adapters import lora_config
 from hf_drope.distill import (
     Distillation,
     DistillationMixin,
@@ -25,7 +26,7 @@ from hf_drope.distill import (
     distillation_loss,
     top_k_logits,
 )
-from hf_drope.training import PositionGroupsMixin, freeze_all_but_position, lora_config
+from hf_drope.training import PositionGroupsMixin, freeze_all_but_position
 
 IDS = random_ids(2, 11, seed=5)
 ROWS = [{"input_ids": row, "labels": row} for row in random_ids(16, 10)]

@@ -120,7 +120,7 @@ def test_lora_with_trl_is_merged_to_a_folder_that_loads(calibrated, tmp_path):
     pytest.importorskip("datasets")
     pairs = [{"prompt": f"w{n} w{n + 1} w{n + 2}", "completion": f" w{n + 3} w{n + 4}"} for n in range(3, 15)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = ("--steps", 3, "--length", 16, "--rank", 2, "--learning-rate", "1e-2")
+    settings = ("--steps", 3, "--length", 16, "--rank", 2, "--learning-rate", "1e-2", "--packing")
     out = run_example(
         *("sft_lora.py", calibrated / "converted", tmp_path / "out", tmp_path / "pairs.jsonl", *settings), cwd=tmp_path
     )

@@ -9,7 +9,7 @@ import torch
 from reference import SMALLEST_SLOPE, reference_bias, reference_gate, sigmoid
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_drope.configuration_drope import BIAS_SETTINGS, DroPEParameters
+from hf_drope.drope_parameters import BIAS_SETTINGS, DroPEParameters
 from hf_drope.gates import HeadGate, QueryGate, ScoreGate
 from hf_drope.position_bias import (
     LinearBias,
@@ -156,7 +156,8 @@ def test_buckets_are_those_of_t5(bidirectional, buckets, max_distance):
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 12, 14, 40])
 def test_alibi_slopes_for_any_number_of_heads(heads):
-    """https://github.com/ml-explore/mlx/issues/343 and https://github.com/paiml/aprender/pull/2143"""
+    """https://github.com/ml-explore/mlx/issues/343, https://github.com/baichuan-inc/Baichuan2/issues/225 and
+    https://github.com/paiml/aprender/pull/2143"""
     slopes = alibi_slopes(heads)
     power = 2 ** int(math.log2(heads))
     assert len(slopes) == len(set(slopes)) == heads

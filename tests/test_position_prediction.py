@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
 
 from hf_drope import DroPECallback, DroPESchedule, apply_drope
+from hf_drope.adapters import lora_config
 from hf_drope.position_prediction import HEAD_FILE, PositionPredictionMixin, bucket_boundaries, position_buckets
-from hf_drope.training import PositionGroupsMixin, lora_config
+from hf_drope.training import PositionGroupsMixin
 
 SCHEDULE = DroPESchedule(warmup=2, transition=2)
 ROWS = [{"input_ids": row, "labels": row} for row in random_ids(24, 12)]

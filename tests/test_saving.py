@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from model_types import DECODER_TYPES, TYPES, small_config, small_model
 from reference import randomise_position, reference_bias
 from safetensors.torch import load_file
 from tiny import FAMILIES, scale_up, tiny_config, tiny_model
@@ -84,7 +86,7 @@ def assert_complete(folder, family):
     """The code and the settings are in the folder."""
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == f"{family}_drope"
-    assert config["auto_map"] == auto_map(family)
+    assert config["auto_map"] == auto_map(family, DroPEParameters.from_dict(config["drope_parameters"]))
     for name in TRAVELLING_FILES:
         assert (folder / name).read_text() == (PACKAGE / name).read_text()
 
@@ -130,7 +132,10 @@ def test_every_auto_class_loads_and_only_heads_are_new(family, tmp_path):
 
 
 def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
-    """https://github.com/huggingface/transformers/issues/15224 and https://github.com/huggingface/transformers/issues/28459"""
+    """https://github.com/huggingface/transformers/issues/15224 and https://github.com/huggingface/transformers/issues/28459
+
+    Loaded, saved and loaded once more; the Trainer's checkpoints and further ways to load are in test_remote_code.py.
+    """
     presets = ["nope", "gated", "drope", "t5", "alibi", "kerple", "simple", "gated"]
     for family, preset in zip(FAMILIES, presets, strict=True):
         model = converted(family, preset)
@@ -209,9 +214,28 @@ def test_a_stock_class_never_runs_the_checkpoint_with_rope_on(tmp_path):
     assert "loaded" not in output
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_stock_config_is_no_config_of_a_converted_model(family, tmp_path):
+    """https://github.com/huggingface/transformers/pull/46455: such a model would be saved without code or settings."""
+    stock = tiny_model(family)
+    converted_class = drope_class(type(stock))
+    with pytest.raises(ValueError, match=r"takes a DroPE\w+Config, not a .*; convert a model with apply_drope"):
+        converted_class(stock.config)
+    stock.save_pretrained(tmp_path / "stock")
+    model = converted_class.from_pretrained(tmp_path / "stock")
+    assert model.config.drope_parameters["rope_scale"] == 0.0
+    model.save_pretrained(tmp_path / "saved")
+    assert_complete(tmp_path / "saved", family)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+    assert type(AutoModel.from_config(stock.config)) is type(stock.base_model)
+
+
 @pytest.mark.parametrize("trust", [True, False])
 def test_package_and_remote_code_work_side_by_side(trust, tmp_path):
-    """https://github.com/allenai/OLMo/issues/459: two copies of the config class in one process."""
+    """https://github.com/allenai/OLMo/issues/459 and https://github.com/huggingface/transformers/issues/30149
+
+    Two copies of the config class in one process.
+    """
     model = converted("llama")
     model.save_pretrained(tmp_path / "model")
     config = drope_config_class("llama").from_pretrained(tmp_path / "model")
@@ -259,6 +283,42 @@ def test_config_of_a_checkpoint_can_be_pickled(tmp_path):
     assert result.stdout.decode().strip() == "DroPELlamaConfig", result.stderr.decode()[-2000:]
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_models_and_configs_can_be_pickled_and_copied(model_type):
+    """https://github.com/huggingface/transformers/issues/34303: spawned workers get models that way."""
+    model = apply_drope(small_model(model_type), "drope", rope_scale=1.0)
+    expected = model(IDS, use_cache=False).logits
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again) is type(model)
+        assert torch.equal(again(IDS, use_cache=False).logits, expected)
+        again.set_rope_scale(0.0)
+        assert not torch.equal(again(IDS, use_cache=False).logits, expected)
+    assert torch.equal(model(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("model_type", DECODER_TYPES)
+def test_tied_heads_of_every_type_build_and_follow_the_vocabulary(model_type):
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/1998"""
+    stock = small_config(model_type, tie_word_embeddings=True)
+    arguments = {key: value for key, value in stock.to_dict().items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(drope_config_class(model_type)(**arguments))
+
+    def shares():
+        return model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+    ties = shares()
+    assert ties is type_ties(stock)
+    model.resize_token_embeddings(101)
+    assert shares() is ties
+    assert model(IDS, use_cache=False).logits.shape[-1] == 101
+
+
+def type_ties(config):
+    """Whether the stock model of this config shares its head's weights with its embedding."""
+    model = AutoModelForCausalLM.from_config(config)
+    return model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox"])
 def test_tied_and_untied_heads_survive(family, tied, tmp_path):
@@ -304,6 +364,33 @@ def test_position_parameters_stay_in_full_precision(parameters, dtype, tmp_path)
             assert buffer.dtype == torch.float32, name
         assert logits(loaded).dtype == dtype
         assert torch.equal(logits(loaded), logits(model)) or parameters == "low_rank_query"
+
+
+@pytest.mark.parametrize("preset", ["simple", "alibi", "kerple", "drope", "low_rank_query"])
+@pytest.mark.parametrize("cast", ["loaded", "cast later"])
+def test_distances_stay_apart_in_a_half_precision_model(cast, preset, tmp_path):
+    """https://github.com/HabanaAI/vllm-fork/pull/503 and https://github.com/NVIDIA/TensorRT-Model-Connect/issues/667"""
+    settings = DroPEParameters.from_dict(LOW_RANK_QUERY) if preset == "low_rank_query" else preset
+    overrides = {"max_distance": 1024} if preset == "simple" else {}
+    model = randomise_position(apply_drope(tiny_model("llama"), settings, **overrides))
+    model.save_pretrained(tmp_path)
+    if cast == "loaded":
+        half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    else:
+        half = type(model).from_pretrained(tmp_path).to(torch.bfloat16)
+    for ours, exact in zip(half.position_biases(), model.position_biases(), strict=True):
+        values = ours.bias.values(torch.arange(-599, 1))
+        assert torch.equal(values, exact.bias.values(torch.arange(-599, 1)))
+        assert all(len(head.unique()) == 600 for head in values)
+        assert (values[:, 599 - 257] != values[:, 599 - 258]).all()
+
+
+@pytest.mark.parametrize("preset", ["nope", "simple"])
+def test_modules_kept_in_full_precision_exist(preset):
+    model = converted("llama", preset)
+    kept = model._keep_in_fp32_modules_strict
+    assert kept == ({"position_bias"} if preset == "simple" else set())
+    assert all(any(name in key for key in model.state_dict()) for name in kept)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"low_cpu_mem_usage": True}])
@@ -401,6 +488,13 @@ def test_stage_is_saved_with_the_model(tmp_path):
         saved = json.loads((folder / "config.json").read_text())["drope_parameters"]
         assert (saved["rope_scale"], saved["gate"]["temperature"]) == (scale, temperature)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForCausalLM"])
+def test_generation_is_among_the_direct_bases_as_in_the_stock_class(kind):
+    stock = getattr(transformers, f"Llama{kind}")
+    generates = transformers.GenerationMixin in stock.__bases__
+    assert (transformers.GenerationMixin in drope_class(stock).__bases__) is generates is (kind == "ForCausalLM")
 
 
 def test_generation_config_survives(tmp_path):

@@ -27,11 +27,11 @@ from hf_drope import (
     convert_checkpoint,
     plan_conversion,
 )
+from hf_drope.adapters import lora_config
 from hf_drope.recalibrate import recalibrate
 from hf_drope.training import (
     PositionGroupsMixin,
     freeze_all_but_position,
-    lora_config,
     position_parameters,
     restore_stage,
     unwrap,
@@ -454,7 +454,8 @@ def test_two_processes_train_through_every_stage_without_unused_parameters(tmp_p
     script = tmp_path / "train.py"
     script.write_text(TWO_PROCESSES)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [*launch, str(script), str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
