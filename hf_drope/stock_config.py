@@ -114,16 +114,14 @@ def _replace(rope: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotates(model: Any) -> bool:
-    import inspect
-
     import torch
 
     from .position_modules import rotary_places
 
     for place in rotary_places(model):
         rotary = type(place.module)(getattr(place.module, "config", model.config))
-        takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
-        kinds: Any = sorted(set(model.config.layer_types)) if takes_type else [None]
+        by_type = getattr(rotary, "rope_type", None)
+        kinds: Any = sorted(by_type) if isinstance(by_type, dict) and by_type else [None]
         for kind in kinds:
             given = () if kind is None else (kind,)
             rotation = rotary(torch.zeros(1, 1, 1), torch.tensor([[1, 1 << 24]]), *given)

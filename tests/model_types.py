@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from tiny import VOCAB, scale_up
+from tiny import NOT_THERE, VOCAB, scale_up
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -73,8 +73,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-# Rotated outside the attention interface, capped on eager alone, or had a cache of its own before some release.
-_LATER = {"codegen": "5.24", "gemma2": "5.24", "gptj": "5.24", "olmo_hybrid": "5.24"}
+# Capped on eager alone, had a cache of its own, or rotated outside the attention interface before some release.
+_LATER = {"gemma2": "5.24", "olmo_hybrid": "5.16", **dict.fromkeys(NOT_THERE, "5.24")}
 
 
 def _is_there(model_type: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from reference import Recorder, randomise_position
-from tiny import random_ids, tiny_config, tiny_model
+from tiny import FAMILIES, random_ids, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from hf_drope import (
@@ -824,7 +824,7 @@ def test_a_loaded_model_converted_in_memory_has_its_own_type(tmp_path):
 def test_attention_runs_once_a_layer(monkeypatch):
     """https://github.com/datamllab/LongLM/issues/23: a patch that is never called must not go unnoticed."""
     recorder = Recorder(monkeypatch)
-    for family in ("llama", "gpt_neox", "gptj", "gpt2"):
+    for family in FAMILIES:
         recorder.calls.clear()
         logits(build(BIASES["table"], family), random_ids(1, 5))
         assert len(recorder.calls) == 2

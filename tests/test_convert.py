@@ -130,9 +130,11 @@ def test_legacy_rotary_and_mask_buffers_are_dropped_and_named(tmp_path):
         ("qwen2", "model.layers.1.self_attn.rotary_emb.cos_cached"),
         ("phi3", "model.rotary_emb.original_inv_freq"),
         ("gpt2", "transformer.h.0.attn.bias"),
-        ("gptj", "transformer.h.1.attn.masked_bias"),
         ("gpt_neox", "gpt_neox.layers.1.attention.masked_bias"),
+        ("gptj", "transformer.h.1.attn.masked_bias"),
     ):
+        if family not in FAMILIES:
+            continue
         src, dst = tmp_path / family, tmp_path / f"{family}-out"
         write_source(src, family)
         state = load_file(src / "model.safetensors")

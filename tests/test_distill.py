@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import logits
+from packaging.version import Version
 from tiny import TRAINING, VOCAB, random_ids, scale_up, tiny_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -288,7 +290,11 @@ def ragged_rows() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize(("smoothing", "hidden"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.5)])
+# In older releases the Trainer adds up the smoothed losses of a step's batches, without distillation as well.
+SMOOTHING = [] if Version(transformers.__version__) < Version("5.24") else [(0.1, 0.0)]
+
+
+@pytest.mark.parametrize(("smoothing", "hidden"), [(0.0, 0.0), *SMOOTHING, (0.0, 0.5)])
 def test_one_batch_of_eight_equals_eight_batches_of_one(smoothing, hidden, tmp_path):
     teacher = tiny_model("llama", seed=1, scale=2.0)
     runs = []

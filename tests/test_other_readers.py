@@ -50,7 +50,7 @@ class Program(torch.nn.Module):
 
 EXPORTED = {
     "no bias": ("llama", "sdpa", {}),
-    "fading": ("gptj", "sdpa", {"rope_scale": 0.5}),
+    "fading": ("gpt_neox", "sdpa", {"rope_scale": 0.5}),
     "table": ("gpt2", "eager", ADDED["table"]),
     "log, score gate": ("gpt_neox", "sdpa", ADDED["log, score gate"]),
     "low rank": ("qwen3", "sdpa", ADDED["low rank"]),

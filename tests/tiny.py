@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.gptj import modeling_gptj
 
 VOCAB = 97
 
@@ -54,6 +55,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJ", {**_GPT_STYLE, "rotary_dim": 4}),
     "gpt2": ("GPT2", _GPT_STYLE),
 }
+# GPT-J and CodeGen go through the attention interface since Transformers 5.24.
+NOT_THERE = () if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ("gptj", "codegen")
+for _name in NOT_THERE:
+    FAMILIES.pop(_name, None)
 
 
 # Arguments of a short, quiet and repeatable run of a Trainer.
