@@ -135,6 +135,7 @@ def reference_attention(
     position_bias: Any,
     settings: dict[str, Any],
     query_offset: int = 0,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention output (batch, queries, heads, head_dim) and weights (batch, heads, queries, keys) in float64.
 
@@ -156,7 +157,7 @@ def reference_attention(
                 logits = {}
                 for j in range(keys):
                     delta = j - (i + query_offset)
-                    if delta > 0 or not visible[b, j]:
+                    if (causal and delta > 0) or not visible[b, j]:
                         continue
                     score, bias = scaling * sum(q[b][h][i][d] * k[b][g][j][d] for d in range(width)), 0.0
                     if disentangled is not None:
