@@ -324,6 +324,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def _leave_processes() -> None:
+    """Leave a launcher's group of processes: threads of it that live when Python ends would abort the process."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
 def _recalibrate(arguments: argparse.Namespace) -> int:
     from .recalibrate import recalibrate
     from .schedule import DroPESchedule
@@ -363,6 +372,7 @@ def _recalibrate(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
         announce=lambda plan: print(plan, file=sys.stderr if arguments.json else sys.stdout, flush=True),
     )
+    _leave_processes()
     if not summary:
         # The first of several processes speaks for all.
         return 0

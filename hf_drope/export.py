@@ -16,7 +16,7 @@ from typing import Any
 
 from . import checkpoint, checkpoint_writing
 from .configuration_drope import TRAVELLING_FILES, base_model_type, drope_config_class
-from .conversion_additions import ConversionError
+from .conversion_additions import ConversionError, read_config
 from .conversion_plan import RECORD, other_files, read_source
 from .convert import check_target, termination_raises
 from .drope_parameters import DroPEParameters
@@ -141,7 +141,7 @@ def _settings(source: Path, config: dict[str, Any]) -> DroPEParameters:
 
 def _drope_config(config: dict[str, Any]) -> Any:
     drope: Any = drope_config_class(config["model_type"])
-    return drope.from_dict(config)
+    return read_config(drope, config)
 
 
 def _added_tables(model: Any, tensors: dict[str, Any]) -> dict[str, list[int]]:
@@ -237,7 +237,13 @@ def _zeros(plan: ExportPlan) -> dict[str, Any]:
     import torch
     from safetensors import safe_open
 
-    file, tensors = next(iter(plan.weights.files.items()))
-    with safe_open(plan.source / file, framework="pt") as opened:
-        dtype = opened.get_tensor(next(iter(tensors))).dtype
+    # In the dtype of the first weights; older files hold positions as whole numbers besides.
+    dtype = torch.float32
+    for file, tensors in plan.weights.files.items():
+        with safe_open(plan.source / file, framework="pt") as opened:
+            kinds = (opened.get_slice(key)[:1].dtype for key in tensors)
+            found = next((kind for kind in kinds if kind.is_floating_point), None)
+        if found is not None:
+            dtype = found
+            break
     return {key: torch.zeros(shape, dtype=dtype) for key, shape in plan.added.items()}

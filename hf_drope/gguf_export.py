@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .conversion_additions import ConversionError, first_of
+from .conversion_additions import ConversionError, first_of, read_config
 from .convert import termination_raises
 from .export import ExportPlan, plan_export, scaled_tensors
 from .gguf_tokenizer import GGUFTokenizer, read_tokenizer
@@ -73,7 +73,7 @@ def plan_gguf(src: str | Path) -> GGUFPlan:
 
     export = plan_export(src)
     stock: Any = transformers.CONFIG_MAPPING[export.config["model_type"]]
-    config = stock.from_dict(export.config).to_dict()
+    config = read_config(stock, export.config).to_dict()
     _refuse_model(config)
     kinds = {info.dtype for info in export.weights.tensors.values() if len(info.shape) > 1}
     if len(kinds) != 1 or not kinds <= _FILE_TYPES.keys():

@@ -33,13 +33,21 @@ def install(model: Any, class_of: Callable[[type], type]) -> None:
     class_of: the converted form of a stock model class, for models within the model.
     """
     settings = DroPEParameters.from_dict(model.config.drope_parameters)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder with a decoder, which hf_drope does not convert.")
+    if not hasattr(model.config, "num_hidden_layers"):
+        raise ValueError(f"{type(model).__name__} is made of several models; convert the one that reads text.")
     settings.check_layers(model.config.num_hidden_layers)
     _install_position_encoding(model, settings)
-    added = (settings.position_bias, settings.qk_norm, settings.attention_scale, settings.window)
     attentions = [module for module in model.modules() if is_attention(module)]
     for index, module in enumerate(attentions):
         if getattr(module, "layer_idx", None) is None:
-            # Encoders do not count their layers.
+            # Encoders do not count their layers, and one goes through the same several times.
+            if isinstance(settings.window, list | tuple) and len(attentions) < model.config.num_hidden_layers:
+                raise ValueError(
+                    f"window is a list, but {type(model).__name__} goes through one attention layer several times; give one "
+                    "number for all."
+                )
             module.layer_idx = index
     for module in model.modules():
         if rotates_by_itself(module):
@@ -51,11 +59,11 @@ def install(model: Any, class_of: Callable[[type], type]) -> None:
             module.__class__ = class_of(type(module))
         elif is_attention(module) and not hasattr(type(module), "needs_position"):
             _install_attention(model, module, settings)
-    if not attentions and (rotary_places(model) or any(part is not None for part in added)):
+    if not attentions:
         raise ValueError(
             f"No attention layer of {type(model).__name__} goes through the Transformers attention interface, so hf_drope can "
-            "neither take rotations from it nor add to its scores; where another library has replaced their forward, convert the "
-            "model first."
+            "neither tell how it encodes position nor add to its scores; where another library has replaced their forward, "
+            "convert the model first."
         )
     if settings.needs_own_attention:
         for module in model.modules():

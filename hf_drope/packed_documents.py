@@ -16,6 +16,13 @@ def refuse_mixed_documents(model: Any, given: dict[str, Any]) -> None:
     is_own_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
     if torch.compiler.is_compiling() or positions.dim() != 2 or positions.shape[1] < 2 or by_kernel or is_own_mask:
         return
+    if not _is_causal(model):
+        if positions_restart(positions, mask):
+            raise ValueError(
+                "position_ids restart within a row, as for packed documents, which a model that sees both sides does not keep "
+                "apart; pass an attention_mask of shape (batch, 1, queries, keys), or a row for each document."
+            )
+        return
     use_cache = given.get("use_cache")
     use_cache = getattr(model.config, "use_cache", False) if use_cache is None else use_cache
     checkpoints = getattr(model, "gradient_checkpointing", False) and model.training and torch.is_grad_enabled()
@@ -27,6 +34,11 @@ def refuse_mixed_documents(model: Any, given: dict[str, Any]) -> None:
             "position_ids restart within a row, as for packed documents, which Transformers keeps apart only where there is "
             "neither an attention_mask nor a cache; leave attention_mask out and pass use_cache=False."
         )
+
+
+def _is_causal(model: Any) -> bool:
+    attention = next((module for module in model.modules() if hasattr(type(module), "needs_position")), None)
+    return bool(getattr(attention, "is_causal", True))
 
 
 def positions_restart(position_ids: Tensor, mask: Tensor | None) -> bool:

@@ -6,11 +6,12 @@ it; those that know only `longrope` divide by a list of factors, to the same end
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from .configuration_drope import PUBLIC_FIELDS, base_model_type, stock_class_name
-from .conversion_additions import ConversionError
+from .conversion_additions import ConversionError, read_config
 
 _FACTOR = 1e30
 # Every wavelength is above `original_max_position_embeddings / low_freq_factor`, so every frequency is divided by the factor.
@@ -22,6 +23,21 @@ NO_ROTATION = {
     "original_max_position_embeddings": 1,
 }
 _KEPT = ("rope_theta", "partial_rotary_factor")
+# What belongs to the types of rotations, and goes with them.
+_SCALING = (
+    *("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+    ),
+    *("mscale", "mscale_all_dim", "mrope_section"),
+)
 _OURS = ("drope_parameters", "auto_map")
 _ROPE = ("rope_scaling", "rope_theta", "rope_parameters")
 
@@ -62,7 +78,7 @@ def _build(config: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    stock: Any = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    stock: Any = read_config(transformers.CONFIG_MAPPING[config["model_type"]], config)
     name = (config.get("architectures") or [None])[0]
     with torch.device("meta"):
         if name is None:
@@ -78,13 +94,17 @@ def _without_rotation(rotating: dict[str, Any], source: Any) -> tuple[dict[str, 
     if getattr(source.config, "rope_interleave", False):
         # It reorders the channels of queries and keys alike, which without a rotation changes the order of sums only.
         config["rope_interleave"] = False
-    for form in _forms(source) if rope else ():
-        candidate = {**config, "rope_parameters": _replace(rope, form)}
+    _refuse_other_settings(rotating["model_type"], rope or {})
+    for form, kept in itertools.product(_forms(source) if rope else (), (_KEPT, _KEPT[:1])):
+        candidate = {**config, "rope_parameters": _replace(rope, form, kept)}
         try:
             model = _build(candidate)
         except (StrictDataclassError, ValueError, TypeError, KeyError):
             continue
-        if not _rotates(model):
+        # Some types of rotation read the rotated share and others do not.
+        if all((cos == 1).all() and sin.abs().max() <= 1e-20 for cos, sin in _rotations(model)) and [
+            cos.shape for cos, _ in _rotations(model)
+        ] == [cos.shape for cos, _ in _rotations(source)]:
             return candidate, model
     raise ConversionError(
         f"{rotating['model_type']} has no setting with which it does not rotate, so it has no stock form; its converted folder "
@@ -106,14 +126,26 @@ def _forms(source: Any) -> Iterator[dict[str, Any]]:
         yield {"rope_type": "longrope", **dict.fromkeys(names, factors), **ones, **lengths}
 
 
-def _replace(rope: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+def _refuse_other_settings(model_type: str, rope: dict[str, Any]) -> None:
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            _refuse_other_settings(model_type, value)
+        elif name not in (*_KEPT, *_SCALING) and value is not None:
+            raise ConversionError(
+                f"{model_type} reads {name} in its rope settings for more than rotations, so it has no stock form without them; "
+                "its converted folder runs in Transformers with trust_remote_code=True."
+            )
+
+
+def _replace(rope: dict[str, Any], form: dict[str, Any], kept: tuple[str, ...]) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
         # By layer type.
-        return {kind: _replace(value, form) if isinstance(value, dict) else value for kind, value in rope.items()}
-    return {**{name: rope[name] for name in _KEPT if name in rope}, **form}
+        return {kind: _replace(value, form, kept) if isinstance(value, dict) else value for kind, value in rope.items()}
+    return {**{name: rope[name] for name in kept if name in rope}, **form}
 
 
-def _rotates(model: Any) -> bool:
+def _rotations(model: Any) -> Iterator[tuple[Any, Any]]:
+    """cos and sin of a near and a far position, for each rotary module and each kind of layer that it knows."""
     import torch
 
     from .position_modules import rotary_places
@@ -125,10 +157,7 @@ def _rotates(model: Any) -> bool:
         for kind in kinds:
             given = () if kind is None else (kind,)
             rotation = rotary(torch.zeros(1, 1, 1), torch.tensor([[1, 1 << 24]]), *given)
-            cos, sin = rotation if isinstance(rotation, tuple) else (rotation.real, rotation.imag)
-            if not (cos == 1).all() or sin.abs().max() > 1e-20:
-                return True
-    return False
+            yield rotation if isinstance(rotation, tuple) else (rotation.real, rotation.imag)
 
 
 def _scale_lost(source: Any, model: Any) -> float:

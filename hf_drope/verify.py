@@ -269,7 +269,13 @@ class _Run:
         )
         return difference == 0.0, f"largest change {difference:g}"
 
+    def sees_both_sides(self) -> bool:
+        seams = (module for module in self.model.modules() if hasattr(type(module), "needs_position"))
+        return any(not getattr(module, "is_causal", True) for module in seams)
+
     def is_causal(self) -> tuple[bool, str]:
+        if self.sees_both_sides():
+            return True, "not applicable: each token sees both sides"
         changed = self.ids.clone()
         changed[0, -1] = (changed[0, -1] + 1) % self.model.config.vocab_size
         before, after = self.logits(self.model)[:, :-1], self.logits(self.model, changed)[:, :-1]
@@ -280,6 +286,8 @@ class _Run:
         import torch
         from transformers import DynamicCache
 
+        if self.sees_both_sides():
+            return True, "not applicable: nothing is generated"
         full = self.logits(self.model)
         cache, half = DynamicCache(config=self.model.config), self.ids.shape[1] // 2
         cached = {**cache_argument(self.model, cache), "use_cache": True}

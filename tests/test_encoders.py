@@ -9,9 +9,10 @@ import torch
 from model_types import small_model
 from reference import Recorder, randomise_position, reference_attention
 from tiny import random_ids
+from transformers import AutoModel, BartConfig, MPNetConfig
 from type_matrix import assert_near, uncompiled
 
-from hf_drope import DroPEParameters, apply_drope
+from hf_drope import DroPEParameters, apply_drope, convert_checkpoint, plan_conversion, verify_checkpoint
 
 SIDED: dict[str, DroPEParameters] = {
     "table": DroPEParameters.preset("simple", max_distance=5),
@@ -87,3 +88,34 @@ def test_later_tokens_have_parameters_of_their_own(name):
 def test_buckets_of_one_side_are_refused():
     with pytest.raises(ValueError, match=r"sees later tokens too, .* set bidirectional to true"):
         apply_drope(small_model("eurobert"), "t5")
+
+
+def test_a_converted_folder_passes_verification(tmp_path):
+    small_model("modernbert").save_pretrained(tmp_path / "src")
+    plan = plan_conversion(tmp_path / "src", "drope", overrides={"bidirectional": True})
+    convert_checkpoint(plan, tmp_path / "dst", progress=False)
+    report = verify_checkpoint(tmp_path / "dst", tmp_path / "src", length=16, progress=False)
+    assert report.passed, report.describe()
+    assert report.describe().count("not applicable: ") == 2
+
+
+def test_packed_documents_are_refused_whatever_else_is_given():
+    """Stock encoders let them see each other: https://github.com/huggingface/transformers/pull/46634 parts causal ones."""
+    model, ids = build("eurobert", "table"), random_ids(1, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for given in ({}, {"attention_mask": torch.ones_like(ids)}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="a model that sees both sides does not keep apart"):
+            model(ids, position_ids=positions, **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=97), "is an encoder with a decoder"),
+        (MPNetConfig(hidden_size=24, num_hidden_layers=1, vocab_size=97), "goes through the Transformers attention"),
+    ],
+    ids=["bart", "mpnet"],
+)
+def test_what_would_keep_a_position_encoding_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        apply_drope(AutoModel.from_config(config))

@@ -106,7 +106,7 @@ def test_the_bias_goes_onto_the_scores_as_the_type_scales_them(model_type, monke
 
 
 # Of one layer they know the order without positions, or have none that rotates.
-OF_MORE_LAYERS = ("beam", "hrm_text", "lara_mini", "modernbert-decoder", "olmo_hybrid")
+OF_MORE_LAYERS = ("hrm_text", "lara_mini", "modernbert-decoder", "olmo_hybrid")
 
 
 @pytest.mark.parametrize("model_type", [name for name in DECODER_TYPES if name not in (*SPECIAL, *OF_MORE_LAYERS)])
