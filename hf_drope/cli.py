@@ -259,6 +259,10 @@ def _export(arguments: argparse.Namespace) -> int:
     from .export import export_checkpoint, plan_export
     from .gguf_export import export_gguf, plan_gguf
 
+    if arguments.format == "stock" and str(arguments.target).endswith(".gguf"):
+        raise ValueError(
+            f"{arguments.target} ends in .gguf and the format is stock, which is a folder; give --format gguf."
+        )
     make_plan, write = (plan_gguf, export_gguf) if arguments.format == "gguf" else (plan_export, export_checkpoint)
     plan: Any = make_plan(arguments.source)
     if not arguments.dry_run:

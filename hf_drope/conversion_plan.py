@@ -151,7 +151,7 @@ def plan_conversion(
     Raises:
         ValueError: one sentence on why this source or these settings are refused.
     """
-    settings = DroPEParameters.preset(parameters) if isinstance(parameters, str) else parameters
+    settings = DroPEParameters.of(parameters)
     settings = settings.replace(**(overrides or {}))
     source, config = read_source(src)
     public = public_settings(config)
@@ -226,8 +226,8 @@ def _refuse_model(config: dict[str, Any]) -> None:
         raise ConversionError(f"This checkpoint is converted already ({model_type}); convert its source instead.")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConversionError(
-            f"model_type {model_type!r} cannot be converted: {what_stands_in_the_way(config)}; supported are "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"model_type {model_type!r} cannot be converted: {what_stands_in_the_way(config)} (the README has a "
+            "table of the supported types)."
         )
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:

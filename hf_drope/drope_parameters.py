@@ -266,6 +266,13 @@ class DroPEParameters:
         return type(self).from_dict(settings)
 
     @classmethod
+    def of(cls, parameters: Any) -> DroPEParameters:
+        """Settings from the name of a preset, a dict, or what are settings already, of whichever copy of this class."""
+        if isinstance(parameters, str):
+            return cls.preset(parameters)
+        return cls.from_dict(parameters) if isinstance(parameters, dict) else parameters
+
+    @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> DroPEParameters:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:

@@ -220,7 +220,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
 
     Args:
         model: a stock Transformers model.
-        parameters: a preset ("nope", "simple", "gated", "drope", "t5", "alibi", "kerple", "disentangled") or settings.
+        parameters: a preset ("nope", "simple", "gated", "drope", "t5", "alibi", "kerple", "disentangled") or settings, also as a dict.
         overrides: single settings, such as `rope_scale=1.0` or `max_distance=1024`.
 
     Returns:
@@ -229,10 +229,7 @@ def apply_drope(model: Any, parameters: str | DroPEParameters = "nope", **overri
     Raises:
         ValueError: not a stock model, a setting is wrong, or the model's attention backend cannot run the bias.
     """
-    if isinstance(parameters, str):
-        settings = DroPEParameters.preset(parameters, **overrides)
-    else:
-        settings = parameters.replace(**overrides)
+    settings = DroPEParameters.of(parameters).replace(**overrides)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"apply_drope takes a Transformers model, not {type(model).__name__}; unwrap it first.")
     if hasattr(model, "set_rope_scale"):

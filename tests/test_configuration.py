@@ -396,3 +396,9 @@ def test_nested_settings_tables_have_valid_defaults():
         for kind, settings in table.items():
             for key, setting in settings.items():
                 assert setting.is_valid(setting.default), f"{where}.{kind}.{key}"
+
+
+def test_settings_may_be_a_preset_a_dict_or_settings():
+    settings = {"position_bias": {"type": "log"}}
+    assert DroPEParameters.of(settings) == DroPEParameters.from_dict(settings)
+    assert DroPEParameters.of("drope") == DroPEParameters.of(DroPEParameters.preset("drope"))
