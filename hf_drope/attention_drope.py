@@ -82,14 +82,14 @@ def _rotation_for(home: ModuleType, name: str) -> Callable[..., Any]:
     states = states_of(getattr(home, name))
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        arguments = [*args, *(kwargs.pop(name) for name in parameters[len(args) :] if name in kwargs)]
-        tensors, angles = arguments[:states], arguments[states:]
-        if isinstance(angles[0], _NormedRotation):
-            norm, first = angles[0]
-            tensors, angles = [norm.q_norm(tensors[0]), norm.k_norm(tensors[1])], [first, *angles[1:]]
-        if angles[0] is None or isinstance(angles[0], NoRotation):
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        tensors, angle = [given.pop(name) for name in parameters[:states]], given.pop(parameters[states])
+        if isinstance(angle, _NormedRotation):
+            norm, angle = angle
+            tensors = [norm.q_norm(tensors[0]), norm.k_norm(tensors[1])]
+        if angle is None or isinstance(angle, NoRotation):
             return tensors[0] if states == 1 else tuple(tensors)
-        return getattr(home, name)(*tensors, *angles)
+        return getattr(home, name)(*tensors, angle, **given)
 
     return rotate
 

@@ -157,7 +157,7 @@ def plan_conversion(
     public = public_settings(config)
     if public is not None:
         return _plan_normalising(source, config, settings, DroPEParameters.from_dict(public))
-    _refuse_model(config)
+    refuse_model(config)
     weights = checkpoint.read_checkpoint(source)
     quantised = quantised_key(weights.tensors)
     if quantised is not None:
@@ -220,7 +220,7 @@ def _plan_normalising(
     )
 
 
-def _refuse_model(config: dict[str, Any]) -> None:
+def refuse_model(config: dict[str, Any]) -> None:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type.endswith("_drope"):
         raise ConversionError(f"This checkpoint is converted already ({model_type}); convert its source instead.")

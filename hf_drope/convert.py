@@ -22,7 +22,15 @@ from typing import Any
 from . import __version__, checkpoint, checkpoint_writing
 from .configuration_drope import TRAVELLING_FILES, public_settings
 from .conversion_additions import SEED, ConversionError, first_of, new_tensors
-from .conversion_plan import LEARNED_TABLE, RECORD, ConversionPlan, quantised_key, read_source, why_dropped
+from .conversion_plan import (
+    LEARNED_TABLE,
+    RECORD,
+    ConversionPlan,
+    quantised_key,
+    read_source,
+    refuse_model,
+    why_dropped,
+)
 from .drope_parameters import DroPEParameters
 from .new_folder import new_folder, remove_leftovers
 
@@ -155,6 +163,14 @@ def _record(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
+def _convertible(config: dict[str, Any]) -> str:
+    try:
+        refuse_model(config)
+    except ConversionError as error:
+        return f"no: {error}"
+    return "yes"
+
+
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """What is in a checkpoint folder, read from its JSON and weight headers: architecture, positions, weights.
 
@@ -186,5 +202,6 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "files": {name: len(tensors) for name, tensors in weights.files.items()},
         "quantised": bool(config.get("quantization_config")) or quantised_key(weights.tensors) is not None,
         "drope_parameters": config.get("drope_parameters") or public_settings(config),
+        "convertible": _convertible(config),
         "conversion_would_drop": dict(dropped),
     }

@@ -69,7 +69,7 @@ class ExportPlan:
 
     def describe(self) -> str:
         """The plan in a few lines for a person."""
-        lines = [f"{self.source.name} → {self.config['model_type']} without position encoding, for any engine"]
+        lines = [f"{self.source.name} → {self.config['model_type']} without position encoding"]
         for source, target in self.shards.items():
             scaled = sum(key in self.folds for key in self.weights.files[source])
             how = f"{scaled} weights times {self.scale:g}" if scaled else "copied as bytes"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import checkpoint, checkpoint_writing
 from .calibration import LONGEST, CalibrationReport, calibrate, context_length
+from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .drope_parameters import DroPEParameters
 from .position_modules import rotary_places
@@ -51,6 +52,7 @@ def calibrate_checkpoint(
     source_folder, source_config = read_source(source_path)
     if not str(config.get("model_type", "")).endswith("_drope"):
         raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
+    refuse_encoder(config, "calibration of a folder")
     if (config.get("drope_parameters") or {}).get("position_bias") is None:
         raise ValueError(
             f"{folder} has no position bias to calibrate; convert its source with one, such as 'disentangled'."
@@ -73,6 +75,16 @@ def calibrate_checkpoint(
     return report
 
 
+def refuse_encoder(config: dict[str, Any], what: str) -> None:
+    """Raise ValueError for a folder that predicts no next tokens: `what` is done with those."""
+    names = config.get("architectures") or []
+    if "AutoModelForCausalLM" not in auto_map(config["model_type"]) or any("MaskedLM" in name for name in names):
+        raise ValueError(
+            f"{what} is for causal language models, and this is a {config['model_type']} that sees both sides; call "
+            "hf_drope.calibrate with output_steps=0, and train it with a Trainer and DroPECallback."
+        )
+
+
 def check_calibration(
     source: Path,
     parameters: DroPEParameters,
@@ -89,6 +101,7 @@ def check_calibration(
     if not text_files:
         raise ValueError("Calibration needs text; give it with --text FILE.")
     _, config = read_source(source)
+    refuse_encoder(config, "calibration of a folder")
     for name, count in (("steps", steps), ("output_steps", output_steps)):
         if count is not None and count < 0:
             raise ValueError(f"{name} is {count}; it has to be at least 0.")

@@ -141,7 +141,13 @@ def export_gguf(plan: GGUFPlan, dst: str | Path, *, overwrite: bool = False, pro
     with termination_raises():
         try:
             _write(plan, part, progress)
-            os.replace(part, target)
+            if overwrite:
+                os.replace(part, target)
+            else:
+                # Fails where another process was faster.
+                os.link(part, target)
+        except FileExistsError as error:
+            raise ConversionError(f"The target {target} exists by now; choose another, or overwrite it.") from error
         finally:
             part.unlink(missing_ok=True)
     return target

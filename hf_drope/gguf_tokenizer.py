@@ -45,6 +45,11 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> GGUFTokenizer:
     content = checkpoint.read_json(folder / "tokenizer.json")
     model = content.get("model") or {}
     pre = _pre_tokenizer(content, model)
+    normalizer = (content.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise ConversionError(
+            f"The tokenizer of {folder.name} has a {normalizer} normalizer, which a GGUF file cannot say."
+        )
     vocabulary: dict[str, int] = dict(model["vocab"])
     added = content.get("added_tokens") or []
     vocabulary.update({token["content"]: token["id"] for token in added})
@@ -54,13 +59,14 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> GGUFTokenizer:
     names = {index: token for token, index in vocabulary.items()}
     kinds = {token["id"]: _CONTROL if token.get("special") else _USER_DEFINED for token in added}
     settings = _settings(folder)
+    special = _special(settings, config, vocabulary)
     return GGUFTokenizer(
         pre=pre,
         tokens=[names.get(index, f"[PAD{index}]") for index in range(size)],
         types=[kinds.get(index, _NORMAL) if index in names else _UNUSED for index in range(size)],
         merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
-        special=_special(settings, config, vocabulary),
-        adds_bos=_starts_with_a_token(content.get("post_processor")),
+        special=special,
+        adds_bos=_adds_bos(content.get("post_processor"), special.get("bos"), vocabulary),
         chat_template=_chat_template(folder, settings),
     )
 
@@ -106,9 +112,21 @@ def _special(settings: dict[str, Any], config: dict[str, Any], vocabulary: dict[
     return found
 
 
-def _starts_with_a_token(processor: dict[str, Any] | None) -> bool:
+def _adds_bos(processor: dict[str, Any] | None, bos: int | None, vocabulary: dict[str, int]) -> bool:
+    """Whether a text gets the token of its beginning; any other token around it is one that a GGUF file cannot say."""
     steps = [processor or {}, *((processor or {}).get("processors") or [])]
-    return any("SpecialToken" in step["single"][0] for step in steps if step.get("single"))
+    around = [
+        (place, part["SpecialToken"]["id"])
+        for step in steps
+        for place, part in enumerate(step.get("single") or ())
+        if "SpecialToken" in part
+    ]
+    for place, token in around:
+        if place or vocabulary.get(token) != bos:
+            raise ConversionError(
+                f"The tokenizer puts {token} around a text, which a GGUF file cannot say but of its bos."
+            )
+    return bool(around)
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from .stock_attention import (
     layer_type_of,
     rotary_pairs,
     rotated_shapes,
+    rotated_types,
     rotates_by_itself,
 )
 
@@ -172,7 +173,7 @@ def rotary_pairs_of(model: Any, module: Any, attention: type) -> RotaryPairs | N
         )
     rotary = rotaries[0]
     layer_type = layer_type_of(rotary.rotary, module, model.config)
-    if layer_type is not None and layer_type not in rotary.rotary.rope_type:
+    if layer_type not in rotated_types(rotary.rotary):
         return None
     if rotated_shapes(module, attention, model.config.hidden_size) is None:
         return None

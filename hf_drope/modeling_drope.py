@@ -1,4 +1,4 @@
-"""Converted models: any stock Transformers decoder class with the two seams in place.
+"""Converted models: any stock Transformers class with the two seams in place.
 
 `drope_class(LlamaForCausalLM)` is a subclass of the stock class that reads `config.drope_parameters`; `apply_drope(model, ...)`
 turns a stock model into one in memory. Classes are made when first asked for, so that `DroPELlamaForCausalLM` and its like
@@ -27,9 +27,7 @@ from .installation import install, mark_dropped_table
 from .packed_documents import refuse_mixed_documents
 from .position_bias import PositionBias
 from .rotary_drope import RopeScale
-from .stock_attention import (
-    head_dim_of,
-)
+from .stock_attention import head_dim_of
 
 # Types of the public DroPE checkpoints, whose norms of queries and keys have keys of their own.
 _PUBLIC_TYPES = ("llama", "qwen2")

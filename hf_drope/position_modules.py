@@ -30,13 +30,13 @@ class Place(NamedTuple):
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether a module is one of ours, of whichever copy of the code, with a position encoding at a strength of its own."""
-    return hasattr(module, "holds_rope_scale")
+    return hasattr(type(module), "holds_rope_scale")
 
 
 def _children(model: nn.Module) -> Iterator[Place]:
     for parent in model.modules():
         if not is_wrapped(parent):
-            for name, child in parent.named_children():
+            for name, child in parent._modules.items():
                 if child is not None:
                     yield Place(parent, name)
 

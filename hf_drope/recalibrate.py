@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .adapters import lora_config
 from .calibration import context_length
 from .conversion_plan import RECORD, other_files, read_source
-from .folder_calibration import load_tokenizer
+from .folder_calibration import load_tokenizer, refuse_encoder
 from .hardware import multiplies_bf16
 from .position_modules import table_places
 from .recalibration_plan import (
@@ -180,6 +180,7 @@ def recalibrate(
     folder, config = read_source(model_path)
     if not str(config.get("model_type", "")).endswith("_drope"):
         raise ValueError(f"{folder} is not a converted checkpoint; convert it first: hf-drope convert {folder} DST.")
+    refuse_encoder(config, "recalibration")
     calibrated = is_calibrated(folder)
     recipe = CALIBRATED if calibrated else UNCALIBRATED
     if train_only is None:
@@ -318,10 +319,11 @@ def recalibrate(
             trainer._load_from_checkpoint(last)
             trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
             set_stage(model, *schedule.final()[1:])
+            sharded = None
         else:
             trainer.train(resume_from_checkpoint=last)
+            sharded = whole_weights(trainer)
         history = trainer.state.log_history
-        sharded = whole_weights(trainer)
         if not trainer.is_world_process_zero():
             return {}
         if sharded is not None:

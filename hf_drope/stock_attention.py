@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -46,10 +47,12 @@ def rebind(function: Any, names: dict[str, Any]) -> FunctionType:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether the module's own `forward` asks the attention interface for its function."""
-    names = _global_names(module)
-    crosses = getattr(module, "is_cross_attention", False) or "cross_attention_states" in parameters_of(module.forward)
-    return DISPATCH in names and not crosses
+    """Whether the module's own `forward` asks the attention interface for its function, and not for another text's states."""
+    if DISPATCH not in _global_names(module):
+        return False
+    return not getattr(module, "is_cross_attention", False) and "cross_attention_states" not in parameters_of(
+        type(module).forward
+    )
 
 
 def rotates_by_itself(module: nn.Module) -> bool:
@@ -60,7 +63,13 @@ def rotates_by_itself(module: nn.Module) -> bool:
 
 def _global_names(module: nn.Module) -> tuple[str, ...]:
     """What the module's own `forward` speaks of outside itself."""
-    code = getattr(innermost(type(module).forward), "__code__", None)
+    return _names_of(type(module).forward)
+
+
+@functools.cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    # By function and not by class, whose `forward` other libraries replace.
+    code = getattr(innermost(forward), "__code__", None)
     return () if code is None else code.co_names
 
 
@@ -92,10 +101,15 @@ def is_given_rotations(attention: type) -> bool:
     return "position_embeddings" in parameters_of(attention.forward)  # type: ignore[attr-defined]
 
 
+def rotated_types(rotary: nn.Module) -> list[str | None]:
+    """The types of layers that a rotary module tells apart; [None] for one that rotates all alike."""
+    kinds = getattr(rotary, "rope_type", None)
+    return sorted(kinds) if isinstance(kinds, dict) and kinds else [None]
+
+
 def layer_type_of(rotary: nn.Module, module: Any, config: Any) -> str | None:
     """What a rotary module that rotates by layer type is asked for by this attention module; None for other ones."""
-    kinds = getattr(rotary, "rope_type", None)
-    if not isinstance(kinds, dict) or not kinds:
+    if rotated_types(rotary) == [None]:
         return None
     return getattr(module, "layer_type", None) or config.layer_types[module.layer_idx]
 

@@ -24,19 +24,10 @@ NO_ROTATION = {
 }
 _KEPT = ("rope_theta", "partial_rotary_factor")
 # What belongs to the types of rotations, and goes with them.
-_SCALING = (
-    *("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *(
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "short_factor",
-        "long_factor",
-        "short_mscale",
-        "long_mscale",
-    ),
-    *("mscale", "mscale_all_dim", "mrope_section"),
+_SCALING = frozenset(
+    {"rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    | {"attention_factor", "beta_fast", "beta_slow", "truncate", "short_factor", "long_factor"}
+    | {"short_mscale", "long_mscale", "mscale", "mscale_all_dim", "mrope_section"}
 )
 _OURS = ("drope_parameters", "auto_map")
 _ROPE = ("rope_scaling", "rope_theta", "rope_parameters")
@@ -102,9 +93,9 @@ def _without_rotation(rotating: dict[str, Any], source: Any) -> tuple[dict[str, 
         except (StrictDataclassError, ValueError, TypeError, KeyError):
             continue
         # Some types of rotation read the rotated share and others do not.
-        if all((cos == 1).all() and sin.abs().max() <= 1e-20 for cos, sin in _rotations(model)) and [
-            cos.shape for cos, _ in _rotations(model)
-        ] == [cos.shape for cos, _ in _rotations(source)]:
+        rotations = list(_rotations(model))
+        is_as_wide = [cos.shape for cos, _ in rotations] == [cos.shape for cos, _ in _rotations(source)]
+        if is_as_wide and all((cos == 1).all() and sin.abs().max() <= 1e-20 for cos, sin in rotations):
             return candidate, model
     raise ConversionError(
         f"{rotating['model_type']} has no setting with which it does not rotate, so it has no stock form; its converted folder "
@@ -130,7 +121,7 @@ def _refuse_other_settings(model_type: str, rope: dict[str, Any]) -> None:
     for name, value in rope.items():
         if isinstance(value, dict):
             _refuse_other_settings(model_type, value)
-        elif name not in (*_KEPT, *_SCALING) and value is not None:
+        elif name not in _SCALING.union(_KEPT) and value is not None:
             raise ConversionError(
                 f"{model_type} reads {name} in its rope settings for more than rotations, so it has no stock form without them; "
                 "its converted folder runs in Transformers with trust_remote_code=True."
@@ -149,12 +140,11 @@ def _rotations(model: Any) -> Iterator[tuple[Any, Any]]:
     import torch
 
     from .position_modules import rotary_places
+    from .stock_attention import rotated_types
 
     for place in rotary_places(model):
         rotary = type(place.module)(getattr(place.module, "config", model.config))
-        by_type = getattr(rotary, "rope_type", None)
-        kinds: Any = sorted(by_type) if isinstance(by_type, dict) and by_type else [None]
-        for kind in kinds:
+        for kind in rotated_types(rotary):
             given = () if kind is None else (kind,)
             rotation = rotary(torch.zeros(1, 1, 1), torch.tensor([[1, 1 << 24]]), *given)
             yield rotation if isinstance(rotation, tuple) else (rotation.real, rotation.imag)

@@ -516,6 +516,9 @@ def test_plan_and_inspection_write_nothing_and_say_what_they_see(tmp_path):
     assert (found["model_type"], found["layers"], found["heads"], found["head_dim"]) == ("gpt2", 2, 4, 8)
     assert found["learned_table"] == [64, 32]
     assert found["conversion_would_drop"] == {"learned position table": 1}
+    assert found["convertible"] == "yes"
+    edit_json(tmp_path / "src/config.json", model_type="falcon", n_layer=None, n_head=None)
+    assert "FalconAttention rotates queries and keys" in inspect_checkpoint(tmp_path / "src")["convertible"]
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 

@@ -12,7 +12,16 @@ from tiny import random_ids
 from transformers import AutoModel, BartConfig, MPNetConfig
 from type_matrix import assert_near, uncompiled
 
-from hf_drope import DroPEParameters, apply_drope, convert_checkpoint, plan_conversion, verify_checkpoint
+from hf_drope import (
+    DroPEParameters,
+    apply_drope,
+    calibrate_checkpoint,
+    convert_checkpoint,
+    plan_conversion,
+    verify_checkpoint,
+)
+from hf_drope.cli import main
+from hf_drope.recalibrate import recalibrate
 
 SIDED: dict[str, DroPEParameters] = {
     "table": DroPEParameters.preset("simple", max_distance=5),
@@ -119,3 +128,16 @@ def test_packed_documents_are_refused_whatever_else_is_given():
 def test_what_would_keep_a_position_encoding_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         apply_drope(AutoModel.from_config(config))
+
+
+def test_commands_that_need_next_tokens_refuse_encoders(tmp_path):
+    small_model("eurobert").save_pretrained(tmp_path / "src")
+    (tmp_path / "text.txt").write_text("a few words\n" * 50)
+    convert_checkpoint(plan_conversion(tmp_path / "src", "disentangled"), tmp_path / "dst", progress=False)
+    with pytest.raises(ValueError, match="is for causal language models, and this is a eurobert_drope"):
+        calibrate_checkpoint(tmp_path / "dst", tmp_path / "src", [tmp_path / "text.txt"])
+    with pytest.raises(ValueError, match="recalibration is for causal language models"):
+        recalibrate(tmp_path / "dst", tmp_path / "out", [tmp_path / "text.txt"])
+    source = ["convert", str(tmp_path / "src"), str(tmp_path / "new"), "--preset", "disentangled"]
+    assert main([*source, "--calibrate", "--text", str(tmp_path / "text.txt")]) == 2
+    assert not (tmp_path / "new").exists()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from checkpoints import edit_json, logits, save_byte_tokenizer, write_source
@@ -20,6 +21,7 @@ from hf_drope import convert_checkpoint, plan_conversion
 from hf_drope.cli import main
 from hf_drope.conversion_additions import ConversionError
 from hf_drope.export import export_checkpoint, plan_export
+from hf_drope.gguf_export import export_gguf, plan_gguf
 from hf_drope.stock_config import NO_ROTATION
 
 IDS = random_ids(2, 9)
@@ -325,7 +327,6 @@ class TestGGUF:
         return converted(tmp_path / "src", attention_scale={"factor": 2.0})
 
     def test_holds_the_weights_a_rotation_that_turns_nothing_and_the_tokenizer(self, folder, tmp_path):
-        gguf = pytest.importorskip("gguf")
         assert main(["export", str(folder), str(tmp_path / "model.gguf"), "--format", "gguf"]) == 0
         read = gguf.GGUFReader(tmp_path / "model.gguf")
         tensors = {tensor.name: tensor for tensor in read.tensors}
@@ -361,18 +362,12 @@ class TestGGUF:
         ],
     )
     def test_other_models_are_refused_by_name(self, model_type, changes, sentence, tmp_path):
-        pytest.importorskip("gguf")
-        from hf_drope.gguf_export import plan_gguf
-
         small_model(model_type, vocab_size=320, **changes).save_pretrained(tmp_path / "src")
         save_byte_tokenizer(tmp_path / "src")
         with pytest.raises(ConversionError, match=sentence):
             plan_gguf(converted(tmp_path / "src"))
 
     def test_a_window_that_config_json_leaves_to_its_default_is_seen(self, tmp_path):
-        pytest.importorskip("gguf")
-        from hf_drope.gguf_export import plan_gguf
-
         small_model("mistral", vocab_size=320).save_pretrained(tmp_path / "src")
         save_byte_tokenizer(tmp_path / "src")
         config = json.loads((tmp_path / "src/config.json").read_text())
@@ -382,20 +377,25 @@ class TestGGUF:
             plan_gguf(converted(tmp_path / "src"))
 
     def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused(self, folder, tmp_path):
-        pytest.importorskip("gguf")
-        from hf_drope.gguf_export import plan_gguf
-
         edit_json(folder / "tokenizer.json", pre_tokenizer={"type": "Metaspace", "replacement": "▁"})
         with pytest.raises(ConversionError, match="split by Metaspace"):
+            plan_gguf(folder)
+        plain = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}
+        edit_json(folder / "tokenizer.json", **plain, normalizer={"type": "Lowercase"})
+        with pytest.raises(ConversionError, match="has a Lowercase normalizer"):
+            plan_gguf(folder)
+        token, text = (
+            {kind: {"id": name, "type_id": 0}} for kind, name in (("SpecialToken", "<e>"), ("Sequence", "A"))
+        )
+        around = {"type": "TemplateProcessing", "single": [text, token]}
+        edit_json(folder / "tokenizer.json", **plain, normalizer=None, post_processor=around)
+        with pytest.raises(ConversionError, match="puts <e> around a text"):
             plan_gguf(folder)
         (folder / "tokenizer.json").unlink()
         with pytest.raises(ConversionError, match=r"has no tokenizer\.json"):
             plan_gguf(folder)
 
     def test_a_target_is_a_file_of_its_own(self, folder, tmp_path):
-        pytest.importorskip("gguf")
-        from hf_drope.gguf_export import export_gguf, plan_gguf
-
         plan = plan_gguf(folder)
         (tmp_path / "old.gguf").write_text("old")
         for target, sentence in (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import randomise_position
+from test_attention import check_rows_that_see_nothing
 from test_matrix import BACKENDS, POSITIONS, build, generate
 from tiny import random_ids, tiny_model
 from transformers import DynamicCache
@@ -131,13 +132,4 @@ def test_a_padded_row_is_the_row_alone_with_more_padding_than_window(window, sid
 @every_preset
 def test_rows_that_see_nothing_give_no_nan_with_any_preset(preset, backend):
     """https://github.com/pytorch/pytorch/issues/103749"""
-    model = build("llama", preset, backend).train()
-    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
-    mask[1] = 0
-    mask[2, :6] = 0
-    output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-    assert output.logits.isfinite().all()
-    output.loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None or parameter.grad.isfinite().all(), name
-    assert_close(output.logits[2:, 6:].detach(), logits(model.eval(), ids[2:, 6:]))
+    check_rows_that_see_nothing(build("llama", preset, backend))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import FAMILIES, random_ids, tiny_config, tiny_model
 
-from hf_drope import apply_drope
+from hf_drope import apply_drope, attention_drope
 from hf_drope.rotary_drope import FadingRotaryEmbedding, RemovedPositionEmbedding
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
@@ -318,3 +320,16 @@ def test_wrapper_adds_nothing_to_the_checkpoint():
     for scale in (1.0, 0.5, 0.0):
         model = apply_drope(tiny_model("llama"), "nope", rope_scale=scale)
         assert model.state_dict().keys() == tiny_model("llama").state_dict().keys()
+
+
+def test_a_rotation_gets_its_arguments_under_their_own_names():
+    """A call may leave out one in the middle."""
+    seen = {}
+
+    def rotation(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        seen.update(position_ids=position_ids, unsqueeze_dim=unsqueeze_dim)
+        return q, k
+
+    home = types.SimpleNamespace(rotation=rotation)
+    attention_drope._rotation_for(home, "rotation")(1, 2, 3, 4, unsqueeze_dim=2)
+    assert seen == {"position_ids": None, "unsqueeze_dim": 2}

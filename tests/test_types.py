@@ -59,7 +59,6 @@ def test_mode_acts_and_agrees_on_every_backend_with_and_without_a_cache(model_ty
             )
 
 
-@pytest.mark.skipif(not IS_NEWEST, reason="the table is of the newest release")
 def test_the_table_of_support_has_every_type():
     assert tuple(sorted(TABLE)) == SUPPORTED_MODEL_TYPES
 
