@@ -16,7 +16,7 @@ def refuse_mixed_documents(model: Any, given: dict[str, Any]) -> None:
     is_own_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
     if torch.compiler.is_compiling() or positions.dim() != 2 or positions.shape[1] < 2 or by_kernel or is_own_mask:
         return
-    if not _is_causal(model):
+    if not is_causal(model):
         if positions_restart(positions, mask):
             raise ValueError(
                 "position_ids restart within a row, as for packed documents, which a model that sees both sides does not keep "
@@ -36,7 +36,8 @@ def refuse_mixed_documents(model: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _is_causal(model: Any) -> bool:
+def is_causal(model: Any) -> bool:
+    """Whether a converted model's tokens see only what is before them."""
     attention = next((module for module in model.modules() if hasattr(type(module), "needs_position")), None)
     return bool(getattr(attention, "is_causal", True))
 

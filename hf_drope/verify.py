@@ -23,6 +23,7 @@ from .cache_argument import cache_argument
 from .configuration_drope import auto_map
 from .conversion_plan import ConversionError, plan_conversion, read_source
 from .drope_parameters import DroPEParameters
+from .packed_documents import is_causal
 
 logger = logging.getLogger(__name__)
 
@@ -269,12 +270,8 @@ class _Run:
         )
         return difference == 0.0, f"largest change {difference:g}"
 
-    def sees_both_sides(self) -> bool:
-        seams = (module for module in self.model.modules() if hasattr(type(module), "needs_position"))
-        return any(not getattr(module, "is_causal", True) for module in seams)
-
     def is_causal(self) -> tuple[bool, str]:
-        if self.sees_both_sides():
+        if not is_causal(self.model):
             return True, "not applicable: each token sees both sides"
         changed = self.ids.clone()
         changed[0, -1] = (changed[0, -1] + 1) % self.model.config.vocab_size
@@ -286,7 +283,7 @@ class _Run:
         import torch
         from transformers import DynamicCache
 
-        if self.sees_both_sides():
+        if not is_causal(self.model):
             return True, "not applicable: nothing is generated"
         full = self.logits(self.model)
         cache, half = DynamicCache(config=self.model.config), self.ids.shape[1] // 2
