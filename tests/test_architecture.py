@@ -34,7 +34,7 @@ FLOORS = [
     {"attention_drope"},
     {"installation"},
     {"modeling_drope"},
-    {"checkpoint", "schedule", "sharding", "model_card", "text"},
+    {"checkpoint", "schedule", "sharding", "model_card", "retrieval_tasks", "text"},
     {"checkpoint_writing", "conversion_additions", "new_folder"},
     {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
     {"convert", "distill", "resume", "stock_config", "query_scale", "gguf_tokenizer"},
