@@ -13,7 +13,7 @@ from . import report_tables as tables
 from .report_drawing import Picture, colours, house_style, settle, to_png, to_svg
 from .report_figures import perplexity_by_length, perplexity_by_position, retrieval_by_length, retrieval_map
 from .report_inside import attention_scale, bias_curves, bias_map, chosen_layers, recorded, training_course
-from .report_numbers import Results, findings, words
+from .report_numbers import Results, words
 from .report_page import Markup, escape, figure, figures, fold, page, paragraph, section, subheading, swatch
 
 RESULTS, REPORT = "results.json", "report.html"
@@ -103,7 +103,8 @@ def _page(results: Results, costs: dict[str, Any] | None, gallery: Gallery) -> s
     sections = [
         (identity, name, section(identity, heading, *inner)) for identity, name, heading, inner in made if any(inner)
     ]
-    title = f"What becomes of {results.source} without its positions" if results.source else "Models compared by length"
+    is_converted = results.source is not None and "converted" in map(results.role, results.names)
+    title = f"{results.source} without its position encoding" if is_converted else "Models compared by length"
     return page(title, _head(results, title, gallery), sections)
 
 
@@ -154,17 +155,13 @@ def _what_was_compared(results: Results) -> Markup:
     if scaled:
         against += f", and with its RoPE scaled by {escape(words(scaled))}"
     beginning = f"{named(others)} against {against}" if others else against
-    return Markup(f"{beginning}; {at}." if at else f"{beginning}.")
+    return Markup(f"{beginning}; each {at}." if at else f"{beginning}.")
 
 
 def _summary(results: Results, palette: dict[str, str]) -> list[Markup]:
     if not results.perplexity and not results.retrieval:
         return []
-    cards = "".join(
-        f"<li><strong>{swatch(palette[name])}{escape(name)}</strong>{escape(text)}</li>"
-        for name, text in findings(results)
-    )
-    return [Markup(f'<ul class="findings">{cards}</ul>' if cards else ""), tables.summary(results, palette)]
+    return [tables.findings_cards(results, palette), tables.summary(results, palette)]
 
 
 def _perplexity(results: Results, palette: dict[str, str], gallery: Gallery) -> list[Markup]:
@@ -209,27 +206,23 @@ def _retrieval(results: Results, palette: dict[str, str], gallery: Gallery) -> l
         f"Facts are hidden in text of exactly the given length, and asked for at its end; an answer counts where it is exactly right. "
         f"{asked}Intervals are 95 % (Wilson)."
     )
-    parts = [paragraph(intro)]
+    lines, maps = [], []
     if len(results.done_tasks) > 1:
         svg = gallery.svg(retrieval_by_length, results, None)
-        caption = f"Mean over {words(results.done_tasks)}."
-        parts.append(figures(figure(svg, caption, tables.retrieval_by_length(results, palette, None))))
+        caption = Markup(f"<strong>Mean</strong> over {escape(words(results.done_tasks))}.")
+        lines.append(figure(svg, caption, tables.retrieval_by_length(results, palette, None)))
     for task in results.done_tasks:
-        parts.append(subheading(f"{task}: {_TASKS[task]}" if task in _TASKS else task))
-        curve = figure(
-            gallery.svg(retrieval_by_length, results, task),
-            "By length; bars are 95 % intervals.",
-            tables.retrieval_by_length(results, palette, task),
-        )
-        caption = (
-            "By length and depth: the upper row is the beginning of the text, the lowest is just before the question."
-        )
-        if results.window is not None:
-            caption += " Right of the dashed line lies what is longer than the trained window."
-        cells = figure(
-            gallery.svg(retrieval_map, results, task), caption, tables.retrieval_by_depth(results, palette, task)
-        )
-        parts.append(figures(curve, cells))
+        what = f": {_TASKS[task]}" if task in _TASKS else ""
+        caption = Markup(f"<strong>{escape(task)}</strong>{escape(what)}.")
+        svg = gallery.svg(retrieval_by_length, results, task)
+        lines.append(figure(svg, caption, tables.retrieval_by_length(results, palette, task)))
+        svg = gallery.svg(retrieval_map, results, task)
+        maps.append(figure(svg, caption, tables.retrieval_by_depth(results, palette, task)))
+    depths = "The upper row of a panel is the beginning of the text, the lowest is just before the question."
+    if results.window is not None:
+        depths += " Right of the dotted line lies what is longer than the trained window."
+    parts = [paragraph(intro), subheading("By length"), figures(*lines)]
+    parts += [subheading("By length and depth"), paragraph(depths), figures(*maps)]
     if found := tables.examples(results):
         parts.append(fold("Questions and answers, one a task", found))
     return parts
@@ -282,11 +275,15 @@ def _training(results: Results, palette: dict[str, str], gallery: Gallery, slugs
             svg = gallery.svg(training_course, results, name, slugs[name])
             trained.append(figure(svg, caption, tables.training(model["training"], panels)))
     if trained:
-        text = "The loss while positions were taken out: how much RoPE was left, how far gates were open, how sharp they were."
+        text = (
+            "The loss of each training, and beside it how much of RoPE was left, how far the gates were open, how sharp they were, "
+            "and how large the bias was."
+        )
         parts += [paragraph(text), figures(*trained)]
     for model in results.models:
         if model.get("gates"):
-            parts += [_heading(palette, model, ", gates as they are now"), tables.gates(model["gates"])]
+            summary = Markup(f"{swatch(palette[model['name']])}{escape(model['name'])}: its gates as they are now")
+            parts.append(fold(summary, tables.gates(model["gates"])))
     return parts
 
 

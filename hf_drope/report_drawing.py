@@ -134,11 +134,13 @@ def line_style(results: Results, name: str) -> dict[str, Any]:
 
 
 def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the axes, in two columns where the names are short; Matplotlib would leave out a name that begins with "_"."""
+    """Below the axes, in two columns; Matplotlib would leave out a name that begins with "_"."""
     if handles:
-        columns = 2 if len(handles) > 1 and max(map(len, labels)) <= 20 else 1
         texts = [f" {label}" if label.startswith("_") else label for label in labels]
-        figure.legend(handles, texts, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.6)
+        columns = min(2, len(handles))
+        figure.legend(
+            handles, texts, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.2, columnspacing=1
+        )
 
 
 def length_axis(axes: Any, lengths: Sequence[float], width: int = 8) -> None:
@@ -150,30 +152,39 @@ def length_axis(axes: Any, lengths: Sequence[float], width: int = 8) -> None:
     axes.minorticks_off()
 
 
-def mark_window(axes: Any, window: int | None, right: float) -> None:
+def mark_window(axes: Any, window: float | None, right: float) -> None:
     """Shade what lies beyond the trained window, up to `right`."""
     if window is not None and right > window:
         axes.axvspan(window, right, color=BEYOND, linewidth=0, zorder=0)
         axes.axvline(window, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+        # In the wider part of the two.
+        left = axes.get_xlim()[0]
+        is_late = window / left > (right / left) ** 0.45
         axes.annotate(
-            " trained up to here",
+            "trained window " if is_late else " beyond the trained window",
             (window, 1.0),
             xycoords=("data", "axes fraction"),
             va="bottom",
-            ha="center",
+            ha="right" if is_late else "left",
             fontsize=9,
             color=MUTED,
         )
 
 
 def perplexity_axis(axes: Any, values: Sequence[float]) -> None:
-    """Logarithmic where the figures are far apart, with plain numbers."""
+    """Logarithmic where the figures are far apart, with plain numbers, and no higher than `highest`."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    if values and max(values) > 4 * min(values):
+    top = highest(values)
+    if values and top > 2.5 * min(values):
         axes.set_yscale("log")
-        narrow = max(values) < 60 * min(values)
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if narrow else (1,)))
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axes.set_ylim(0.9 * min(values), 1.08 * top)
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axes.tick_params(length=0, axis="y", which="both")
+
+
+def highest(values: Sequence[float]) -> float:
+    """Where an axis of perplexity ends: what has gone wrong altogether leaves the picture, and the others stay apart."""
+    return min(max(values), 12 * min(values)) if values else 1.0

@@ -18,12 +18,14 @@ from .report_drawing import (
 from .report_numbers import Interval, Results, axis_length, curve, hundredths, interval_of, number
 from .report_page import GRID, MUTED
 
-RATES = "cividis"
+RATES = "YlGnBu"
+# Characters of a name in a legend of two columns.
+LABEL = 17
 
 
 def perplexity_by_position(results: Results) -> Picture:
     """Each model's perplexity along the windows of its longest length."""
-    figure = new_figure(WIDTH, 2.9 + 0.17 * len(results.names))
+    figure = new_figure(WIDTH, 2.8 + 0.19 * -(-len(results.names) // 2))
     axes = figure.add_subplot()
     handles, labels, values, ends, titles = [], [], [], [1.0], {}
     for index, name in enumerate(results.names):
@@ -36,7 +38,7 @@ def perplexity_by_position(results: Results) -> Picture:
         (line,) = axes.plot(*zip(*points, strict=True), gid=f"curve-{index}", **style)
         titles[f"curve-{index}"] = f"{name}, windows of {row['length']:,} tokens"
         handles.append(line)
-        labels.append(results.label(name))
+        labels.append(results.label(name, LABEL))
         values += [value for _, value in points]
         ends.append(row["edges"][-1])
     first = min(low for name in results.names if (row := results.longest_curve(name)) for low in [row["edges"][1] / 2])
@@ -66,7 +68,7 @@ def by_length(
     rates: bool,
 ) -> Picture:
     """A line a model over the lengths, with bars for the intervals."""
-    figure = new_figure(WIDTH, 2.7 + 0.17 * len(results.names))
+    figure = new_figure(WIDTH, 2.8 + 0.19 * -(-len(results.names) // 2))
     axes = figure.add_subplot()
     handles, labels, values, titles = [], [], [], {}
     scale = 100 if rates else 1
@@ -90,7 +92,7 @@ def by_length(
             titles[part] = f"{model}, {length:,} tokens: {say(value)}"
             values += [scale * value.low, scale * value.high]
         handles.append(line)
-        labels.append(results.label(model))
+        labels.append(results.label(model, LABEL))
     length_axis(axes, shown)
     left, right = shown[0] * 0.8, shown[-1] * 1.25
     axes.set_xlim(left, right)
@@ -101,10 +103,10 @@ def by_length(
     else:
         perplexity_axis(axes, values)
     if results.window is not None and left < results.window:
-        # Between the window's own length and the next.
         longer = [length for length in shown if length > results.window]
-        edge = (results.window * longer[0]) ** 0.5 if longer else None
-        mark_window(axes, None if edge is None else round(edge), right)
+        # Just after the points at the window's own length, which stand side by side.
+        edge = min(results.window * 2 ** (0.03 * len(results.names)), longer[0] * 0.9) if longer else None
+        mark_window(axes, edge, right)
     axes.set(xlabel="length, tokens", ylabel=ylabel)
     legend(figure, handles, labels)
     return Picture(
@@ -154,7 +156,7 @@ def retrieval_map(results: Results, task: str) -> Picture:
     columns = 2 if len(lengths) <= 5 and len(models) > 1 else 1
     rows = -(-len(models) // columns)
     depths = max((len(row["by_depth"]) for key, row in results.retrieval.items() if key[1] == task), default=5)
-    figure = new_figure(max(WIDTH, columns * (0.9 + 0.36 * len(lengths))), 0.9 + rows * (0.45 + 0.235 * depths))
+    figure = new_figure(max(WIDTH, columns * (0.7 + 0.35 * len(lengths))), 0.9 + rows * (0.45 + 0.235 * depths))
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[len(models) :]:
         axes.axis("off")
@@ -185,12 +187,8 @@ def retrieval_map(results: Results, task: str) -> Picture:
                     va="center",
                     fontsize=9,
                     color="black" if _is_light(colour) else "white",
-                    gid=f"{gid}-text",
                 )
-                # The number lies on the cell and would hide its tooltip.
-                titles[gid] = titles[f"{gid}-text"] = (
-                    f"{name}, {length:,} tokens, needle at {depth_of(part)}: {rate_of(part)}"
-                )
+                titles[gid] = f"{name}, {length:,} tokens, needle at {depth_of(part)}: {rate_of(part)}"
         inside = sum(not results.beyond(length) for length in lengths)
         if results.window is not None and inside < len(lengths):
             axes.axvline(inside, color=MUTED, linewidth=1.6, linestyle=(0, (1.5, 1)), clip_on=False)
@@ -222,8 +220,9 @@ def _scale(norm: Any) -> Any:
 
 
 def _is_light(colour: tuple[float, float, float, float]) -> bool:
-    red, green, blue, _ = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+    """Whether black reads better on it than white, by WCAG's relative luminance."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179
 
 
 def depth_of(part: dict[str, Any]) -> str:

@@ -101,11 +101,8 @@ def bias_map(results: Results, name: str, slug: str) -> Picture:
         [(starts[index] + starts[index + 1] - 1) / 2 for index in range(0, len(layers), step)],
         [str(layer) for layer in layers[::step]],
     )
-    wanted = [0, *(4**power for power in range(12))]
-    columns = [distances.index(distance) for distance in wanted if distance in distances]
-    if len(columns) < 2:
-        columns = list(range(0, len(distances), max(1, len(distances) // 5)))
-    axes.set_xticks(columns, [axis_length(distances[column]) for column in columns])
+    ticks = [power for power in (0, *(4**power for power in range(1, 12))) if distances[0] <= power <= distances[-1]]
+    axes.set_xticks(numpy.interp(ticks, distances, range(len(distances))), [axis_length(tick) for tick in ticks])
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -131,6 +128,8 @@ def recorded(training: dict[str, Any]) -> dict[str, list[str]]:
 
 def training_course(results: Results, name: str, slug: str) -> Picture:
     """Loss, strength of RoPE and gate, temperature and bias norm over the tokens or steps of training."""
+    from matplotlib.ticker import MaxNLocator
+
     training = results.models[results.names.index(name)]["training"]
     panels = recorded(training)
     unit = "tokens" if any(value is not None for value in training.get("tokens") or ()) else "step"
@@ -148,18 +147,17 @@ def training_course(results: Results, name: str, slug: str) -> Picture:
             axes.plot(
                 *zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.5, label=_COURSE_NAMES[key]
             )
-        axes.set_title(" ", fontsize=4)
         axes.set_ylabel("" if title == "strength" else title)
         axes.tick_params(length=0)
         if title == "strength":
-            axes.legend(
-                frameon=False, loc="lower left", bbox_to_anchor=(0, 0.92), ncols=3, borderpad=0, borderaxespad=0
-            )
+            axes.set_ylim(-0.04, 1.06)
+            axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0.2, borderaxespad=0)
         elif title == "temperature":
             axes.set_ylim(bottom=0)
         figure.align_ylabels()
     grid[-1].set_xlabel("tokens of training" if unit == "tokens" else "steps of training")
     grid[-1].xaxis.set_major_formatter(_millions)
+    grid[-1].xaxis.set_major_locator(MaxNLocator(5))
     return Picture(f"training-{slug}", figure, f"{name} over its training: {', '.join(panels)} against {unit}.")
 
 
@@ -182,7 +180,7 @@ def _millions(value: float, _: Any) -> str:
 def attention_scale(results: Results, name: str, slug: str) -> Picture:
     """Perplexity by length, with the attention scale and without."""
     points = sorted(results.models[results.names.index(name)]["attention_scale"]["curve"], key=lambda at: at["length"])
-    figure = new_figure(WIDTH, 2.7)
+    figure = new_figure(WIDTH, 2.9)
     axes = figure.add_subplot()
     handles, labels, values = [], [], []
     for key, colour, dashes, marker in (

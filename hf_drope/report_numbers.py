@@ -154,54 +154,51 @@ def _merge(
     return merged
 
 
-def findings(results: Results) -> list[tuple[str, str]]:
-    """(name, what it gains and loses) of each model that is compared with the source: within its window and farthest."""
-    source, window = results.source, results.window
-    if source is None or window is None:
-        return []
-    inside = [length for length in results.lengths if length <= window]
-    outside = [length for length in results.lengths if length > window]
+class Finding(NamedTuple):
+    """One model at one length beside its source and, beyond the window, the best of the source's scalings."""
+
+    length: int
+    what: str
+    mine: Interval
+    source: Interval | None
+    best: tuple[Interval, str] | None
+
+
+def findings(results: Results) -> dict[str, list[Finding]]:
+    """What each converted model gains and loses, at the longest length in its window and at the longest of all.
+
+    Without a converted model those that are neither source nor baseline; nothing without a source and its window.
+    """
+    if results.source is None or results.window is None:
+        return {}
+    inside = [length for length in results.lengths if not results.beyond(length)]
+    outside = [length for length in results.lengths if results.beyond(length)]
+    names = [name for name in results.names if results.role(name) == "converted"]
+    names = names or [name for name in results.names if results.role(name) not in ("source", "baseline")]
+    found = {name: _findings(results, name, [*inside[-1:], *outside[-1:]]) for name in names}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _findings(results: Results, name: str, lengths: Sequence[int]) -> list[Finding]:
+    source = str(results.source)
     found = []
-    for name in results.names:
-        if results.role(name) in ("source", "baseline"):
-            continue
-        parts = []
-        if inside and (text := _against(results, name, inside[-1], source)):
-            parts.append(f"At {inside[-1]:,} tokens, in the trained window: {text}.")
-        if outside and (text := _against(results, name, outside[-1], source)):
-            parts.append(f"At {outside[-1]:,}, {results.times(outside[-1])} the window: {text}.")
-        if parts:
-            found.append((name, " ".join(parts)))
+    for what, value_at, choose in (
+        ("perplexity", results.perplexity_at, min),
+        ("retrieval", results.mean_rate_at, max),
+    ):
+        for length in lengths:
+            mine, theirs = value_at(name, length), value_at(source, length)
+            if mine is None:
+                continue
+            rivals = [other for other in results.names if results.role(other) == "baseline"]
+            scaled = [
+                (value, other)
+                for other in (rivals if results.beyond(length) else ())
+                if (value := value_at(other, length)) is not None and value.note == mine.note
+            ]
+            comparable = theirs if theirs is not None and theirs.note == mine.note else None
+            found.append(Finding(length, what, mine, comparable, choose(scaled, default=None)))
     return found
-
-
-def _against(results: Results, name: str, length: int, source: str) -> str:
-    """One model's perplexity and retrieval beside the source's and, beyond the window, the best baseline's."""
-    rivals = [other for other in results.names if results.role(other) == "baseline"] if results.beyond(length) else []
-    parts = []
-    mine, theirs = results.perplexity_at(name, length), results.perplexity_at(source, length)
-    if mine:
-        known = [(found.value, other) for other in rivals if (found := results.perplexity_at(other, length))]
-        parts.append(f"perplexity {number(mine.value)}" + _beside(theirs, min(known, default=None), results, number))
-    rate, other_rate = results.mean_rate_at(name, length), results.mean_rate_at(source, length)
-    if rate:
-        known = [
-            (found.value, other)
-            for other in rivals
-            if (found := results.mean_rate_at(other, length)) and found.note == rate.note
-        ]
-        comparable = other_rate if other_rate and other_rate.note == rate.note else None
-        parts.append(
-            f"retrieval {percent(rate.value)}" + _beside(comparable, max(known, default=None), results, percent)
-        )
-    return "; ".join(parts)
-
-
-def _beside(source: Interval | None, best: tuple[float, str] | None, results: Results, say: Any) -> str:
-    others = [] if source is None else [f"{say(source.value)} of the source"]
-    if best is not None:
-        others.append(f"{say(best[0])} of its best scaling, {results.label(best[1]).removeprefix('+ ')}")
-    return f" against {' and '.join(others)}" if others else ""
 
 
 def number(value: float | None) -> str:
@@ -234,11 +231,16 @@ def change(value: float, reference: float) -> str:
         return ""
     ratio = value / reference
     if ratio >= 2:
-        return f"× {number(ratio)}"
+        return f"× {_two(ratio)}"
     if ratio <= 0.5:
-        return f"÷ {number(1 / ratio)}"
+        return f"÷ {_two(1 / ratio)}"
     per_cent = 100 * (ratio - 1)
     return "± 0 %" if abs(per_cent) < 0.05 else f"{'+' if per_cent > 0 else '−'}{abs(per_cent):.1f} %"
+
+
+def _two(ratio: float) -> str:
+    """Two digits that count."""
+    return f"{ratio:.1f}" if ratio < 9.95 else f"{float(f'{ratio:.2g}'):,.0f}"
 
 
 def axis_length(length: float) -> str:

@@ -170,13 +170,20 @@ nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:.4rem;padding:0;margin:1.
 nav a{display:block;padding:.25rem .7rem;border:1px solid var(--grid);border-radius:1rem;text-decoration:none;font-size:.875rem}
 nav a:hover{border-color:currentColor}
 .swatch{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}
-ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,20rem),1fr))}
+ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,15.5rem),1fr))}
 .findings li{border:1px solid var(--grid);border-radius:.5rem;padding:.8rem 1rem;background:var(--card);font-size:.94rem}
-.findings strong{display:block;margin-bottom:.2rem}
+.findings strong{display:block;margin-bottom:.4rem;line-height:1.3}
+.findings dl{margin:0;display:grid;grid-template-columns:1fr 1fr;gap:.6rem .8rem}
+.findings dl div{display:block;padding:0;border:0}
+.findings dt{font-size:.78rem}
+.findings dd{font-size:1.15rem;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
+.findings dd small{display:block;color:var(--muted);font-size:.78rem;font-weight:400}
+.findings dd.better{color:var(--better)}
+.findings dd.worse{color:var(--worse)}
 .scroll{overflow-x:auto;margin:1rem 0 1.4rem;max-width:100%}
 .scroll:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
-caption{text-align:left;padding-bottom:.5rem;caption-side:top}
+caption{text-align:left;padding-bottom:.5rem;caption-side:top;position:sticky;left:0;width:min(100%,calc(100vw - 2rem))}
 th,td{padding:.4rem .7rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
 thead th{vertical-align:bottom;border-bottom:2px solid var(--muted);font-weight:600}
 th:first-child{text-align:left}
@@ -194,9 +201,10 @@ td.text{white-space:normal;text-align:left;min-width:11rem;overflow-wrap:anywher
 .figures{display:grid;gap:1.6rem 2.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));margin:1rem 0 1.4rem;align-items:start}
 figure{margin:0;min-width:0}
 figure.wide{grid-column:1/-1}
-figure svg{display:block;width:100%;max-width:33rem;height:auto}
+figure svg{display:block;width:100%;max-width:29rem;height:auto}
 figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",sans-serif!important}
-figcaption{margin-top:.5rem;max-width:33rem}
+figure svg text{pointer-events:none}
+figcaption{margin-top:.5rem;max-width:29rem}
 details{margin:.6rem 0}
 summary{cursor:pointer;color:var(--better);font-size:.9rem;padding:.2rem 0}
 dl{margin:.6rem 0;font-size:.9rem}
@@ -205,6 +213,6 @@ dt{color:var(--muted)}
 dd{margin:0}
 code{font:.86em ui-monospace,SFMono-Regular,Menlo,"Liberation Mono",monospace;overflow-wrap:anywhere}
 main{padding-bottom:3rem}
-@media (max-width:30rem){th,td{padding:.35rem .4rem}table{font-size:.84rem}tbody th{max-width:7.4rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
+@media (max-width:30rem){th,td{padding:.35rem .28rem}table{font-size:.82rem}th small,td small{font-size:.74rem}tbody th{min-width:6.9rem;max-width:7.4rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
 @media print{section{break-inside:avoid-page}nav{display:none}}
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from typing import Any
 
 from .report_figures import depth_of
@@ -12,6 +13,7 @@ from .report_numbers import (
     Results,
     by_octave,
     change,
+    findings,
     hundredths,
     interval_of,
     number,
@@ -24,7 +26,7 @@ _MARKS = {"better": "▲ ", "worse": "▼ ", "": ""}
 
 
 def model_cell(results: Results, colours: dict[str, str], name: str) -> Markup:
-    return Markup(f"{swatch(colours[name])}{markup(name)}")
+    return Markup(f"{swatch(colours[name])}{markup(results.label(name, 80))}")
 
 
 def _length_header(results: Results) -> list[object]:
@@ -32,7 +34,7 @@ def _length_header(results: Results) -> list[object]:
         if results.window is None:
             return Cell(f"{length:,}")
         if results.beyond(length):
-            return Cell(f"{length:,}", f"{results.times(length)}, beyond", "beyond")
+            return Cell(f"{length:,}", f"{results.times(length)} window", "beyond")
         return Cell(f"{length:,}", "in window")
 
     return [kind(length) for length in results.lengths]
@@ -73,7 +75,7 @@ def _perplexity_cell(results: Results, name: str, length: int) -> Cell:
     theirs = results.perplexity_at(results.source, length) if results.source not in (None, name) else None
     found = verdict(mine, theirs, higher_is_better=False)
     small = change(mine.value, theirs.value) if theirs else ""
-    return Cell(f"{_MARKS[found]}{number(mine.value)}", small, found)
+    return Cell(number(mine.value), f"{_MARKS[found]}{small}", found)
 
 
 def _rate_cell(results: Results, name: str, length: int) -> Cell:
@@ -83,7 +85,28 @@ def _rate_cell(results: Results, name: str, length: int) -> Cell:
     theirs = results.mean_rate_at(results.source, length) if results.source not in (None, name) else None
     found = verdict(mine, theirs, higher_is_better=True)
     note = f"{interval_of(mine)}, {mine.note}" if mine.note else interval_of(mine)
-    return Cell(f"{_MARKS[found]}{percent(mine.value)}", note, found)
+    return Cell(percent(mine.value), f"{_MARKS[found]}{note}", found)
+
+
+def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
+    """A card a converted model: its figures in the window and farthest from it, beside what they are to be held against."""
+    cards = []
+    for name, rows in findings(results).items():
+        parts = []
+        for row in rows:
+            say = number if row.what == "perplexity" else percent
+            found = verdict(row.mine, row.source, row.what == "retrieval")
+            where = f"{results.times(row.length)} the window" if results.beyond(row.length) else "in the window"
+            rivals = [] if row.source is None else [f"source {say(row.source.value)}"]
+            if row.best is not None:
+                rivals.append(f"{results.label(row.best[1]).removeprefix('+ ')} {say(row.best[0].value)}")
+            small = f"<small>{markup(', '.join(rivals))}</small>" if rivals else ""
+            kind = f' class="{found}"' if found else ""
+            parts.append(
+                f"<div><dt>{row.what}, {where}</dt><dd{kind}>{_MARKS[found]}{say(row.mine.value)}{small}</dd></div>"
+            )
+        cards.append(f"<li><strong>{model_cell(results, colours, name)}</strong><dl>{''.join(parts)}</dl></li>")
+    return Markup(f'<ul class="findings">{"".join(cards)}</ul>' if cards else "")
 
 
 def perplexity_by_length(results: Results, colours: dict[str, str]) -> Markup:
@@ -181,20 +204,15 @@ def examples(results: Results) -> Markup:
 def bias(model: dict[str, Any]) -> Markup:
     """The mean over heads of each layer's bias at some distances, and the heads' extremes."""
     found = model["bias"]
-    places = [
-        at for at, distance in enumerate(found["distances"]) if distance in {0, *(4**power for power in range(12))}
-    ]
-    places = places or list(range(0, len(found["distances"]), max(1, len(found["distances"]) // 6)))
+    last = len(found["distances"]) - 1
+    places = sorted({round(step * last / 6) for step in range(7)})
     rows = []
     for layer, heads in zip(found["layers"], found["values"], strict=True):
         row: list[object] = [f"{layer}"]
         for place in places:
             values = [line[place] for line in heads if line[place] is not None]
-            row.append(
-                Cell(_signed(sum(values) / len(values)), f"{_signed(min(values))} to {_signed(max(values))}")
-                if values
-                else Cell("–")
-            )
+            extremes = f"{_signed(min(values))} to {_signed(max(values))}" if values else ""
+            row.append(Cell(_signed(sum(values) / len(values)) if values else "–", extremes))
         rows.append(row)
     header = ["Layer", *(f"{found['distances'][place]:,}" for place in places)]
     return table("The bias by distance: mean of the heads; small: lowest and highest head.", header, [("", rows)])
@@ -271,24 +289,28 @@ def cost(bench: dict[str, Any]) -> Markup:
     """Ratios to the stock model, by measure and variant, a column a length."""
     lengths = sorted({row["length"] for row in bench["rows"]})
     found = {(row["measure"], row["variant"], row["length"]): row for row in bench["rows"]}
-    groups = []
+    groups: list[tuple[object, list[Any]]] = []
     for measure in dict.fromkeys(row["measure"] for row in bench["rows"]):
         variants = dict.fromkeys(row["variant"] for row in bench["rows"] if row["measure"] == measure)
-        rows = [[variant, *(_cost_cell(found.get((measure, variant, at))) for at in lengths)] for variant in variants]
+        say = _bytes if "memory" in measure else _seconds
+        stock = [
+            [row["stock"] for row in bench["rows"] if (row["measure"], row["length"]) == (measure, at)]
+            for at in lengths
+        ]
+        rows: list[list[object]] = [
+            ["stock, RoPE", *(say(statistics.median(values)) if values else "–" for values in stock)]
+        ]
+        rows += [[variant, *(_cost_cell(found.get((measure, variant, at))) for at in lengths)] for variant in variants]
         groups.append((measure, rows))
     caption = (
-        "Time, or for memory the peak, as a ratio to the stock model with RoPE: below 1 is cheaper. Small: quartiles, and "
-        "what it is a ratio of."
+        "Tokens in the column heads. First what the stock model takes, in time or for memory at its peak; then ratios to it, "
+        "below 1 is cheaper, and small their quartiles."
     )
     return table(caption, ["Variant", *(f"{length:,}" for length in lengths)], groups)
 
 
 def _cost_cell(row: dict[str, Any] | None) -> Cell:
-    if row is None:
-        return Cell("–")
-    small = markup(f"{row['low']:.2f}–{row['high']:.2f}")
-    amount = _bytes(row["stock"]) if "memory" in row["measure"] else _seconds(row["stock"])
-    return Cell(f"{row['ratio']:.2f}", Markup(f"{small}<br>of {amount}"))
+    return Cell("–") if row is None else Cell(f"{row['ratio']:.2f}", f"{row['low']:.2f}–{row['high']:.2f}")
 
 
 def _seconds(value: float) -> str:
