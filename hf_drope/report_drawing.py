@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .report_numbers import Results, axis_length
+from .report_numbers import Results, axis_length, number
 from .report_page import BEYOND, GREYS, GRID, INK, MUTED, ON_DARK, PALETTE, Markup, escape
 
 # Inches; a phone of 360 pixels shows it at four fifths of its size.
@@ -134,10 +134,12 @@ def line_style(results: Results, name: str) -> dict[str, Any]:
 
 
 def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the axes, in two columns; Matplotlib would leave out a name that begins with "_"."""
+    """Below the axes, in two columns where they fit; Matplotlib would leave out a name that begins with "_"."""
     if handles:
         texts = [f" {label}" if label.startswith("_") else label for label in labels]
-        columns = min(2, len(handles))
+        half = -(-len(texts) // 2)
+        is_narrow = max(map(len, texts[:half])) + max(map(len, texts[half:]), default=0) <= 36
+        columns = 2 if len(texts) > 1 and is_narrow else 1
         figure.legend(
             handles, texts, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.2, columnspacing=1
         )
@@ -161,7 +163,7 @@ def mark_window(axes: Any, window: float | None, right: float) -> None:
         left = axes.get_xlim()[0]
         is_late = window / left > (right / left) ** 0.45
         axes.annotate(
-            "trained window " if is_late else " beyond the trained window",
+            "trained window " if is_late else " beyond the window",
             (window, 1.0),
             xycoords=("data", "axes fraction"),
             va="bottom",
@@ -180,6 +182,16 @@ def perplexity_axis(axes: Any, values: Sequence[float]) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
         axes.set_ylim(0.9 * min(values), 1.08 * top)
+        if top < max(values):
+            axes.annotate(
+                f"↑ up to {number(max(values))}",
+                (1.0, 1.0),
+                xycoords="axes fraction",
+                ha="right",
+                va="bottom",
+                fontsize=9,
+                color=MUTED,
+            )
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axes.tick_params(length=0, axis="y", which="both")

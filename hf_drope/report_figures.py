@@ -20,7 +20,7 @@ from .report_page import GRID, MUTED
 
 RATES = "YlGnBu"
 # Characters of a name in a legend of two columns.
-LABEL = 17
+LABEL = 24
 
 
 def perplexity_by_position(results: Results) -> Picture:
@@ -163,7 +163,7 @@ def retrieval_map(results: Results, task: str) -> Picture:
     colours, titles = _colours(), {}
     for panel, (axes, name) in enumerate(zip(grid.flat, models, strict=False)):
         axes.set(xlim=(0, len(lengths)), ylim=(depths, 0))
-        axes.set_title(results.label(name, 24 if columns == 2 else 44), loc="left", fontsize=9.5)
+        axes.set_title(results.label(name, 20 if columns == 2 else 36), loc="left", fontsize=9.5)
         axes.grid(False)
         axes.tick_params(length=0, labelbottom=panel + columns >= len(models))
         for spine in axes.spines.values():

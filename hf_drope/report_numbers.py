@@ -52,10 +52,14 @@ class Results:
         return str(self.models[self.names.index(name)].get("role"))
 
     def label(self, name: str, width: int = 34) -> str:
-        """The model's name as it fits a figure: a baseline by its scaling, a long name without its middle."""
+        """The model's name as it fits a figure: a baseline by its scaling, without the source's name before its own, and
+        where it is long without its middle."""
         scaling = self.models[self.names.index(name)].get("scaling")
         if scaling and self.source is not None:
             name = f"+ {_SCALINGS.get(scaling, scaling)}"
+        elif self.source is not None and name.startswith(self.source):
+            rest = name.removeprefix(self.source)
+            name = rest[1:] if len(rest) > 2 and rest[0] in "-_ ." and rest[1:] not in self.names else name
         if len(name) > width:
             name = f"{name[: width // 2]}…{name[-(width - width // 2 - 1) :]}"
         return name
@@ -213,7 +217,7 @@ def number(value: float | None) -> str:
 
 
 def percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{hundredths(rate)} %"
+    return "–" if rate is None else f"{hundredths(rate)}\N{NO-BREAK SPACE}%"
 
 
 def hundredths(rate: float) -> str:
@@ -235,7 +239,9 @@ def change(value: float, reference: float) -> str:
     if ratio <= 0.5:
         return f"÷ {_two(1 / ratio)}"
     per_cent = 100 * (ratio - 1)
-    return "± 0 %" if abs(per_cent) < 0.05 else f"{'+' if per_cent > 0 else '−'}{abs(per_cent):.1f} %"
+    digits = 1 if abs(per_cent) < 9.95 else 0
+    sign = "±" if abs(per_cent) < 0.05 else "+" if per_cent > 0 else "−"
+    return f"{sign}{abs(per_cent):.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def _two(ratio: float) -> str:

@@ -175,7 +175,7 @@ ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8re
 .findings strong{display:block;margin-bottom:.4rem;line-height:1.3}
 .findings dl{margin:0;display:grid;grid-template-columns:1fr 1fr;gap:.6rem .8rem}
 .findings dl div{display:block;padding:0;border:0}
-.findings dt{font-size:.78rem}
+.findings dt{font-size:.78rem;white-space:nowrap}
 .findings dd{font-size:1.15rem;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
 .findings dd small{display:block;color:var(--muted);font-size:.78rem;font-weight:400}
 .findings dd.better{color:var(--better)}
@@ -189,7 +189,7 @@ thead th{vertical-align:bottom;border-bottom:2px solid var(--muted);font-weight:
 th:first-child{text-align:left}
 tbody th{font-weight:500;white-space:normal;min-width:6rem;max-width:17rem;overflow-wrap:anywhere;position:sticky;left:0;background:var(--page)}
 th small,td small{display:block;color:var(--muted);font-weight:400;font-size:.78rem;line-height:1.3}
-.group th{padding-top:1rem;font-weight:650;position:static;max-width:none;color:var(--ink)}
+.group th{white-space:normal;padding-top:1rem;font-weight:650;position:static;max-width:none;color:var(--ink)}
 .group span{position:sticky;left:.7rem}
 td.better,td.worse{font-weight:600}
 td.better{color:var(--better);background:var(--better-on)}
@@ -213,6 +213,6 @@ dt{color:var(--muted)}
 dd{margin:0}
 code{font:.86em ui-monospace,SFMono-Regular,Menlo,"Liberation Mono",monospace;overflow-wrap:anywhere}
 main{padding-bottom:3rem}
-@media (max-width:30rem){th,td{padding:.35rem .28rem}table{font-size:.82rem}th small,td small{font-size:.74rem}tbody th{min-width:6.9rem;max-width:7.4rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
+@media (max-width:30rem){th,td{padding:.35rem .24rem}table{font-size:.82rem}th small,td small{font-size:.74rem}thead small{white-space:normal}tbody th{min-width:6.4rem;max-width:6.6rem;font-size:.78rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
 @media print{section{break-inside:avoid-page}nav{display:none}}
 """

@@ -75,7 +75,7 @@ def _perplexity_cell(results: Results, name: str, length: int) -> Cell:
     theirs = results.perplexity_at(results.source, length) if results.source not in (None, name) else None
     found = verdict(mine, theirs, higher_is_better=False)
     small = change(mine.value, theirs.value) if theirs else ""
-    return Cell(number(mine.value), f"{_MARKS[found]}{small}", found)
+    return Cell(f"{_MARKS[found]}{number(mine.value)}", small, found)
 
 
 def _rate_cell(results: Results, name: str, length: int) -> Cell:
@@ -85,7 +85,7 @@ def _rate_cell(results: Results, name: str, length: int) -> Cell:
     theirs = results.mean_rate_at(results.source, length) if results.source not in (None, name) else None
     found = verdict(mine, theirs, higher_is_better=True)
     note = f"{interval_of(mine)}, {mine.note}" if mine.note else interval_of(mine)
-    return Cell(percent(mine.value), f"{_MARKS[found]}{note}", found)
+    return Cell(f"{_MARKS[found]}{percent(mine.value)}", note, found)
 
 
 def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
@@ -96,14 +96,13 @@ def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
         for row in rows:
             say = number if row.what == "perplexity" else percent
             found = verdict(row.mine, row.source, row.what == "retrieval")
-            where = f"{results.times(row.length)} the window" if results.beyond(row.length) else "in the window"
             rivals = [] if row.source is None else [f"source {say(row.source.value)}"]
             if row.best is not None:
                 rivals.append(f"{results.label(row.best[1]).removeprefix('+ ')} {say(row.best[0].value)}")
             small = f"<small>{markup(', '.join(rivals))}</small>" if rivals else ""
             kind = f' class="{found}"' if found else ""
             parts.append(
-                f"<div><dt>{row.what}, {where}</dt><dd{kind}>{_MARKS[found]}{say(row.mine.value)}{small}</dd></div>"
+                f"<div><dt>{row.what} at {row.length:,}</dt><dd{kind}>{_MARKS[found]}{say(row.mine.value)}{small}</dd></div>"
             )
         cards.append(f"<li><strong>{model_cell(results, colours, name)}</strong><dl>{''.join(parts)}</dl></li>")
     return Markup(f'<ul class="findings">{"".join(cards)}</ul>' if cards else "")

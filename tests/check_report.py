@@ -137,9 +137,10 @@ def check(page: Browser, report: Path, pictures: Path | None) -> bool:
             page.call("Page.navigate", url=address)
             page.wait_for("Page.loadEventFired")
             if pictures is not None:
-                picture = page.call("Page.captureScreenshot", captureBeyondViewport=True, clip=_whole(page, width))
-                (pictures / f"{device}-{scheme}.png").write_bytes(base64.b64decode(picture["data"]))
+                take_picture(page, width, pictures / f"{device}-{scheme}.png")
             found = page.call("Runtime.evaluate", expression=MEASURE, returnByValue=True)["result"]["value"]
+            if pictures is not None:
+                take_picture(page, width, pictures / f"{device}-{scheme}-unfolded.png")
             others = [url for url in page.asked if url != address and not url.startswith("data:")]
             faults = [
                 *([f"scrolls {found['scrolls']} pixels sideways"] if found["scrolls"] > 0 else []),
@@ -157,10 +158,12 @@ def check(page: Browser, report: Path, pictures: Path | None) -> bool:
     return passed
 
 
-def _whole(page: Browser, width: int) -> dict[str, float]:
-    height = page.call("Runtime.evaluate", expression="document.documentElement.scrollHeight", returnByValue=True)
+def take_picture(page: Browser, width: int, file: Path) -> None:
+    found = page.call("Runtime.evaluate", expression="document.documentElement.scrollHeight", returnByValue=True)
     # A taller picture is more than the browser draws at once.
-    return {"x": 0, "y": 0, "width": width, "height": min(height["result"]["value"], 16000), "scale": 1}
+    clip = {"x": 0, "y": 0, "width": width, "height": min(found["result"]["value"], 16000), "scale": 1}
+    picture = page.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    file.write_bytes(base64.b64decode(picture["data"]))
 
 
 def main() -> int:
