@@ -187,8 +187,11 @@ caption{text-align:left;padding-bottom:.5rem;caption-side:top;position:sticky;le
 th,td{padding:.4rem .7rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
 thead th{vertical-align:bottom;border-bottom:2px solid var(--muted);font-weight:600}
 th:first-child{text-align:left}
-tbody th{font-weight:500;white-space:normal;min-width:6rem;max-width:17rem;overflow-wrap:anywhere;position:sticky;left:0;background:var(--page)}
+tbody th{font-weight:500;white-space:normal;max-width:17rem;overflow-wrap:anywhere;position:sticky;left:0;background:var(--page)}
+tbody th .swatch{float:left;margin-top:.44em}
+.group .swatch{float:none!important}
 th small,td small{display:block;color:var(--muted);font-weight:400;font-size:.78rem;line-height:1.3}
+tbody th:has(.swatch){min-width:7rem}
 .group th{white-space:normal;padding-top:1rem;font-weight:650;position:static;max-width:none;color:var(--ink)}
 .group span{position:sticky;left:.7rem}
 td.better,td.worse{font-weight:600}
@@ -196,7 +199,7 @@ td.better{color:var(--better);background:var(--better-on)}
 td.worse{color:var(--worse);background:var(--worse-on)}
 td.better small,td.worse small{color:inherit}
 th.beyond{background:var(--beyond)}
-td.text{white-space:normal;text-align:left;min-width:11rem;overflow-wrap:anywhere}
+th.text,td.text{white-space:normal;text-align:left;min-width:11rem;overflow-wrap:anywhere}
 .summary{width:100%}
 .figures{display:grid;gap:1.6rem 2.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));margin:1rem 0 1.4rem;align-items:start}
 figure{margin:0;min-width:0}
@@ -213,6 +216,6 @@ dt{color:var(--muted)}
 dd{margin:0}
 code{font:.86em ui-monospace,SFMono-Regular,Menlo,"Liberation Mono",monospace;overflow-wrap:anywhere}
 main{padding-bottom:3rem}
-@media (max-width:30rem){th,td{padding:.35rem .24rem}table{font-size:.82rem}th small,td small{font-size:.74rem}thead small{white-space:normal}tbody th{min-width:6.4rem;max-width:6.6rem;font-size:.78rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
+@media (max-width:30rem){th,td{padding:.35rem .24rem}table{font-size:.82rem}th small,td small{font-size:.74rem}thead small{white-space:normal}tbody th{max-width:6.7rem;font-size:.78rem}tbody th:has(.swatch){min-width:6.5rem}.group th{font-size:.82rem}.group span{left:.24rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
 @media print{section{break-inside:avoid-page}nav{display:none}}
 """

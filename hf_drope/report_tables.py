@@ -125,15 +125,20 @@ def perplexity_by_position(results: Results, colours: dict[str, str]) -> Markup:
     curves = {name: row for name in results.names if (row := results.longest_curve(name))}
     spans = {name: {(low, high): value for low, high, value in by_octave(row)} for name, row in curves.items()}
     header = sorted({span for found in spans.values() for span in found})
+    lengths = {row["length"] for row in curves.values()}
     rows = [
         [
-            Cell(model_cell(results, colours, name), f"windows of {curves[name]['length']:,}"),
+            Cell(
+                model_cell(results, colours, name),
+                f"windows of {curves[name]['length']:,}" if len(lengths) > 1 else "",
+            ),
             *(number(found.get(span)) for span in header),
         ]
         for name, found in spans.items()
     ]
+    of = "" if len(lengths) > 1 else f", in windows of {lengths.pop():,}"
     return table(
-        "Perplexity of the tokens from one position to another.",
+        f"Perplexity of the tokens from one position to another{of}.",
         ["Model", *(f"{low:,.0f}–{high:,.0f}" for low, high in header)],
         [("", rows)],
     )
@@ -176,10 +181,10 @@ def _depth_cell(part: dict[str, Any]) -> Cell:
 
 
 def examples(results: Results) -> Markup:
-    """A question of each task at the shortest length it was asked at, and what each model answered."""
+    """A question of each task at the longest length it was asked at, and what each model answered."""
     groups = []
     for task in results.done_tasks:
-        length = min(at for _, of, at in results.retrieval if of == task)
+        length = max(at for _, of, at in results.retrieval if of == task)
         asked = {
             name: row["examples"][0]
             for name in results.names
@@ -197,7 +202,7 @@ def examples(results: Results) -> Markup:
                 if example["question"] == first["question"]
             ]
             groups.append((f"{task}, {length:,} tokens", rows))
-    return table("What was asked, and what came.", ["", "Text"], groups) if groups else Markup("")
+    return table("What was asked, and what came.", ["", Cell("Text", kind="text")], groups) if groups else Markup("")
 
 
 def bias(model: dict[str, Any]) -> Markup:
@@ -265,6 +270,8 @@ def _is_grid(value: object) -> bool:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -337,7 +344,7 @@ def models(results: Results, colours: dict[str, str]) -> Markup:
         for model in results.models
         for settings in [model.get("drope_parameters")]
     ]
-    header = ["Model", "Role", "Type", "Window", Cell("Path"), Cell("SHA-256"), Cell("Settings")]
+    header = ["Model", "Role", "Type", "Window", *(Cell(name, kind="text") for name in ("Path", "SHA-256", "Settings"))]
     return table("The models.", header, [("", rows)])
 
 
@@ -353,7 +360,7 @@ def provenance(results: Results) -> Markup:
     for key, name in (("files", "text"), ("sha256", "SHA-256 of the text"), ("tokens", "tokens of the text")):
         if text.get(key) is not None:
             value = text[key]
-            entries.append((name, ", ".join(map(str, value)) if isinstance(value, list) else value))
+            entries.append((name, ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)))
     for key, value in results.settings.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)
         entries.append((key.replace("_", " "), shown or "none"))
