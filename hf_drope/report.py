@@ -104,7 +104,11 @@ def _page(results: Results, costs: dict[str, Any] | None, gallery: Gallery) -> s
         (identity, name, section(identity, heading, *inner)) for identity, name, heading, inner in made if any(inner)
     ]
     is_converted = results.source is not None and "converted" in map(results.role, results.names)
-    title = f"{results.source} without its position encoding" if is_converted else "Models compared by length"
+    title = (
+        f"{results.source} with its position encoding dropped or replaced"
+        if is_converted
+        else "Models compared by length"
+    )
     return page(title, _head(results, title, gallery), sections)
 
 
@@ -219,7 +223,7 @@ def _retrieval(results: Results, palette: dict[str, str], gallery: Gallery) -> l
         svg = gallery.svg(retrieval_map, results, task)
         maps.append(figure(svg, caption, tables.retrieval_by_depth(results, palette, task)))
     depths = "The upper row of a panel is the beginning of the text, the lowest is just before the question."
-    if results.window is not None:
+    if any(map(results.beyond, results.lengths)):
         depths += " Right of the dotted line lies what is longer than the trained window."
     parts = [paragraph(intro), subheading("By length"), figures(*lines)]
     parts += [subheading("By length and depth"), paragraph(depths), figures(*maps)]

@@ -69,7 +69,10 @@ class Results:
 
     def times(self, length: int) -> str:
         """The length as a multiple of the window, as "4×"; empty without a window."""
-        return f"{length / self.window:.2g}×" if self.window else ""
+        if not self.window:
+            return ""
+        ratio = length / self.window
+        return f"{ratio:.2g}×" if ratio < 99.5 else f"{ratio:,.0f}×"
 
     def perplexity_at(self, name: str, length: int) -> Interval | None:
         row = self.perplexity.get((name, length))

@@ -170,7 +170,7 @@ nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:.4rem;padding:0;margin:1.
 nav a{display:block;padding:.25rem .7rem;border:1px solid var(--grid);border-radius:1rem;text-decoration:none;font-size:.875rem}
 nav a:hover{border-color:currentColor}
 .swatch{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}
-ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,15.5rem),1fr))}
+ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,15.5rem),1fr))}
 .findings li{border:1px solid var(--grid);border-radius:.5rem;padding:.8rem 1rem;background:var(--card);font-size:.94rem}
 .findings strong{display:block;margin-bottom:.4rem;line-height:1.3}
 .findings dl{margin:0;display:grid;grid-template-columns:1fr 1fr;gap:.6rem .8rem}
