@@ -58,6 +58,9 @@ class Picture:
     alt: str
     titles: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.name = re.sub(r"[^A-Za-z0-9-]+", "-", self.name)
+
 
 @contextmanager
 def house_style() -> Iterator[None]:
@@ -92,8 +95,7 @@ def to_svg(picture: Picture) -> Markup:
     svg = re.sub(r"\s*(<metadata>.*?</metadata>|<!--.*?-->)", "", svg, flags=re.DOTALL)
     for part, title in picture.titles.items():
         svg = svg.replace(f'<g id="{part}">', f'<g id="{part}"><title>{escape(title)}</title>', 1)
-    prefix = re.sub(r"[^A-Za-z0-9-]", "-", picture.name)
-    svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+    svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{picture.name}-", svg)
     for colour, (name, _) in ON_DARK.items():
         svg = svg.replace(f": {colour}", f": var(--{name})")
     head = f'<svg role="img" aria-label="{escape(picture.alt)}" '

@@ -96,7 +96,11 @@ class Results:
 
     def longest_curve(self, name: str) -> dict[str, Any] | None:
         """The perplexity row of the longest length that has figures by position."""
-        rows = [row for (model, _), row in self.perplexity.items() if model == name and row.get("by_position")]
+        rows = [
+            row
+            for (model, _), row in self.perplexity.items()
+            if model == name and any(nats is not None for nats in row.get("by_position") or ())
+        ]
         return max(rows, key=lambda row: row["length"], default=None)
 
     def progress(self) -> tuple[int, int]:

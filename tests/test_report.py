@@ -277,8 +277,13 @@ def test_an_unfinished_evaluation_shows_what_is_there(tmp_path, results):
     ]
     part["retrieval"][0]["by_depth"][3] |= {"values": 0, "rate": None, "low": None, "high": None}
     part["perplexity"][1]["perplexity"] = None
-    text, _ = written(tmp_path, part)
+    part["perplexity"][1]["by_position"] = [None] * 32
+    for row in part["retrieval"]:
+        row["task"] = row["task"].replace("multikey", "multi/../key")
+    part["settings"]["tasks"] = ["perplexity", "passkey", "multi/../key"]
+    text, files = written(tmp_path, part)
     page = Page(text)
+    assert tmp_path / "retrieval-map-multi-key.png" in files
     assert "not finished: 7 of 45 results" in text
     rows = page.table("By length in tokens")
     assert [cell[0] for cell in rows[2]] == [SOURCE, number(part["perplexity"][0]["perplexity"]), "–", "–"]
