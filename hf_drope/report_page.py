@@ -170,12 +170,12 @@ nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:.4rem;padding:0;margin:1.
 nav a{display:block;padding:.25rem .7rem;border:1px solid var(--grid);border-radius:1rem;text-decoration:none;font-size:.875rem}
 nav a:hover{border-color:currentColor}
 .swatch{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}
-ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,15.5rem),1fr))}
+ul.findings{list-style:none;padding:0;margin:1rem 0 1.6rem;display:grid;gap:.8rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,18rem),1fr))}
 .findings li{border:1px solid var(--grid);border-radius:.5rem;padding:.8rem 1rem;background:var(--card);font-size:.94rem}
 .findings strong{display:block;margin-bottom:.4rem;line-height:1.3}
-.findings dl{margin:0;display:grid;grid-template-columns:1fr 1fr;gap:.6rem .8rem}
+.findings dl{margin:0;display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:.6rem .8rem}
 .findings dl div{display:block;padding:0;border:0}
-.findings dt{font-size:.78rem;white-space:nowrap}
+.findings dt{font-size:.78rem}
 .findings dd{font-size:1.15rem;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
 .findings dd small{display:block;color:var(--muted);font-size:.78rem;font-weight:400}
 .findings dd.better{color:var(--better)}
@@ -216,6 +216,6 @@ dt{color:var(--muted)}
 dd{margin:0}
 code{font:.86em ui-monospace,SFMono-Regular,Menlo,"Liberation Mono",monospace;overflow-wrap:anywhere}
 main{padding-bottom:3rem}
-@media (max-width:30rem){th,td{padding:.35rem .24rem}table{font-size:.82rem}th small,td small{font-size:.74rem}thead small{white-space:normal}tbody th{max-width:6.7rem;font-size:.78rem}tbody th:has(.swatch){min-width:6.5rem}.group th{font-size:.82rem}.group span{left:.24rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
+@media (max-width:30rem){th,td{padding:.35rem .24rem}table{font-size:.82rem}th small,td small{font-size:.74rem}thead small{white-space:normal}tbody th{max-width:7rem;font-size:.78rem}tbody th:has(.swatch){min-width:6.8rem}.group th{font-size:.82rem}.group span{left:.24rem}header{padding-top:1.3rem}section{padding-top:1.6rem}}
 @media print{section{break-inside:avoid-page}nav{display:none}}
 """

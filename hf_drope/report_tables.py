@@ -96,9 +96,11 @@ def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
         for row in rows:
             say = number if row.what == "perplexity" else percent
             found = verdict(row.mine, row.source, row.what == "retrieval")
-            rivals = [] if row.source is None else [f"source {say(row.source.value)}"]
+            rivals = [] if row.source is None else [f"source\N{NO-BREAK SPACE}{say(row.source.value)}"]
             if row.best is not None:
-                rivals.append(f"{results.label(row.best[1]).removeprefix('+ ')} {say(row.best[0].value)}")
+                rivals.append(
+                    f"{results.label(row.best[1]).removeprefix('+ ')}\N{NO-BREAK SPACE}{say(row.best[0].value)}"
+                )
             small = f"<small>{markup(', '.join(rivals))}</small>" if rivals else ""
             kind = f' class="{found}"' if found else ""
             parts.append(

@@ -4,8 +4,9 @@
     python tests/check_report.py FOLDER/report.html    one of an evaluation
     python tests/check_report.py --screenshots FOLDER  keep the pictures
 
-Exits with 1 where a page scrolls sideways, a part lies outside of it, a figure's text is smaller than 8 pixels on the phone, or
-anything but the file itself was asked for. Speaks to the browser over its DevTools pipe; needs no package.
+Exits with 1 where a page scrolls sideways, a part lies outside of it or is wider than its box, a figure's text is cut off or
+smaller than 8 pixels, or anything but the file itself was asked for. Speaks to the browser over its DevTools pipe; needs no
+package.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ MEASURE = """(() => {
     const box = text.getBoundingClientRect(), svg = text.ownerSVGElement.getBoundingClientRect();
     return box.right > svg.right + 1 || box.left < svg.left - 1;
   }).map(text => text.textContent);
-  return {scrolls: document.documentElement.scrollWidth - wide, outside, cut, smallest: Math.min(...texts, 99),
+  const spills = [...document.querySelectorAll('body *:not(.scroll, svg, svg *)')].filter(part =>
+    part.clientWidth > 0 && part.scrollWidth > part.clientWidth + 1
+  ).map(part => part.tagName + ' ' + part.textContent.trim().slice(0, 60));
+  return {spills, scrolls: document.documentElement.scrollWidth - wide, outside, cut, smallest: Math.min(...texts, 99),
           height: document.documentElement.scrollHeight, figures: document.querySelectorAll('svg').length};
 })()"""
 
@@ -145,6 +149,7 @@ def check(page: Browser, report: Path, pictures: Path | None) -> bool:
             faults = [
                 *([f"scrolls {found['scrolls']} pixels sideways"] if found["scrolls"] > 0 else []),
                 *(f"outside: {text}" for text in found["outside"][:5]),
+                *(f"wider than its box: {text}" for text in found["spills"][:5]),
                 *(f"cut off: {text}" for text in found["cut"][:5]),
                 *([f"text of {found['smallest']:.1f} pixels"] if found["smallest"] < SMALLEST_TEXT else []),
                 *(f"asked for {url}" for url in others),
