@@ -243,7 +243,7 @@ def _bias(results: Results, palette: dict[str, str], gallery: Gallery, slugs: di
     parts = [
         paragraph(
             "What the model adds to an attention score by the distance of query and key. Only differences along a line count: what is added to "
-            "all keys alike cancels in the softmax. Below zero a head prefers nearer keys."
+            "all keys alike cancels in the softmax. Where a line falls, a head prefers nearer keys. Of a disentangled bias it is what position does by itself, for a mean query and a mean key."
         )
     ]
     for model in with_bias:
