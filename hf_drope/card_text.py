@@ -212,14 +212,14 @@ def _is_untouched(records: Records) -> bool:
 
 def _use(records: Records) -> str:
     auto = auto_class(records.config)
-    imports = f"{auto}, AutoTokenizer" if records.has_tokenizer else auto
-    tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("PATH")' if records.has_tokenizer else ""
-    head = f"```python\nfrom transformers import {imports}\n\n"
+    trust = "" if records.is_stock else ", trust_remote_code=True"
+    classes = {"model": auto, **({"tokenizer": "AutoTokenizer"} if records.has_tokenizer else {})}
+    lines = "\n".join(f'{name} = {home}.from_pretrained("PATH"{trust})' for name, home in classes.items())
+    code = f"```python\nfrom transformers import {', '.join(classes.values())}\n\n{lines}\n```"
     if records.is_stock:
-        return f'{head}model = {auto}.from_pretrained("PATH"){tokenizer}\n```\n\n`PATH` is this repository or folder.'
-    trusting = f'{head}model = {auto}.from_pretrained("PATH", trust_remote_code=True){tokenizer}\n```'
+        return f"{code}\n\n`PATH` is this repository or folder."
     return (
-        f"Without hf_drope, by the code in this folder (`PATH` is this repository or folder):\n\n{trusting}\n\n"
+        f"Without hf_drope, by the code in this folder (`PATH` is this repository or folder):\n\n{code}\n\n"
         f"With hf_drope installed, `import hf_drope` first and leave `trust_remote_code` out. Transformers' stock class of the "
         "base model must not load this folder: it would run with position encoding on."
     )

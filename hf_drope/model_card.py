@@ -16,6 +16,8 @@ from typing import Any
 
 from . import checkpoint
 from .card_text import Records, auto_class, card_text
+from .configuration_drope import public_settings
+from .drope_parameters import DroPEParameters
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
@@ -83,14 +85,15 @@ def read_records(folder: Path, *, is_stock: bool = False) -> Records:
         ValueError: it is no converted folder, or a record is no JSON.
     """
     config = checkpoint.read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if not str(config.get("model_type", "")).endswith("_drope") or "drope_parameters" not in config:
+    settings = config.get("drope_parameters") or (public_settings(config) if is_stock else None)
+    if not str(config.get("model_type", "")).endswith("_drope") or settings is None:
         raise ValueError(f"{folder} is not a converted checkpoint folder, so it has no model card of ours to fill.")
     evaluation = _record(folder / EVALUATION_RECORD)
     if evaluation and evaluation.get("weights") != _fingerprint(folder):
         evaluation = {}
     source_card = max(folder.glob("SOURCE_README*.md"), default=None)
     return Records(
-        config=config,
+        config={**config, "drope_parameters": DroPEParameters.from_dict(settings).to_dict()},
         conversion=_record(folder / RECORD),
         trainings=_record(folder / TRAINING_RECORD).get("runs", []),
         evaluation=evaluation,
@@ -205,14 +208,15 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
         ValueError: the folder is not among the models.
     """
     here = folder.resolve()
-    models = [model for model in results["models"] if model.get("role") != "source" and not model.get("scaling")]
+    models = [model for model in results["models"] if model.get("role") == "converted"]
     mine = next((model for model in models if Path(model["path"]).resolve() == here), None)
     mine = mine or next((model for model in models if model["name"] == here.name), None)
     if mine is None:
         names = ", ".join(model["name"] for model in models) or "none"
         raise ValueError(f"{folder} is not among the evaluated models ({names}); evaluate it first.")
-    beside = [model for model in results["models"] if model.get("role") in ("source", "baseline")]
-    kept = [*beside, mine]
+    # Of a folder's own path are its variants as well: the source under RoPE scaling, this model with its terms stretched.
+    paths = {mine["path"], *(model["path"] for model in results["models"] if model.get("role") == "source")}
+    kept = [model for model in results["models"] if model["path"] in paths]
     kept_names = {model["name"] for model in kept}
     provenance = dict(results["provenance"])
     if provenance.get("command"):

@@ -31,6 +31,7 @@ def test_help_imports_neither_torch_nor_transformers():
 
 def test_inspect_convert_and_verify(capsys, tmp_path):
     write_source(tmp_path / "src")
+    (tmp_path / "src/README.md").write_text("# The source's own card\n")
     code, out, _ = run(capsys, "inspect", tmp_path / "src", "--json")
     assert (code, json.loads(out)["model_type"]) == (0, "llama")
     convert = ("convert", tmp_path / "src", tmp_path / "dst", "--preset", "simple", "--set", "max_distance=16")
