@@ -146,11 +146,15 @@ def _counted(reasons: Any) -> str:
 
 
 def _calibration(records: Records) -> str:
+    scale = records.conversion.get("attention_scale")
+    parts = [_position_calibration(records), _attention_scale(scale) if scale else ""]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _position_calibration(records: Records) -> str:
     report = records.conversion.get("calibration")
-    if records.settings["position_bias"] is None and not report:
-        return ""
     if not report:
-        return "No calibration is recorded."
+        return "No calibration is recorded." if records.settings["position_bias"] else ""
     text = (
         f"The position parameters ({report['bias']}) were computed from the source on {report['windows']} × "
         f"{report['length']} tokens of {_texts(report.get('text_sha256'))}, with {report['steps']} descent steps a layer and "
@@ -160,6 +164,18 @@ def _calibration(records: Records) -> str:
         first, last = report["output_divergence"]
         text += f" Divergence from the source's next tokens: {first:.3f} → {last:.3f} nats."
     return text
+
+
+def _attention_scale(fitted: dict[str, Any]) -> str:
+    """The scale that was fitted on held-out text, with perplexity by length."""
+    rows = "\n".join(
+        f"| {point['length']} | {point['factor']:.4g} | {point['without']:.4g} | {point['with']:.4g} |"
+        for point in fitted["curve"]
+    )
+    return (
+        f"The attention scale was fitted on held-out text (coefficient {fitted['coefficient']:.4g}); perplexity by length:\n\n"
+        f"| length | scale | without | with |\n| --- | --- | --- | --- |\n{rows}"
+    )
 
 
 def _texts(hashes: dict[str, str] | None) -> str:
@@ -246,6 +262,7 @@ def _recorded(records: Records) -> Iterator[list[str]]:
     entries = (
         records.conversion,
         records.conversion.get("calibration") or {},
+        records.conversion.get("attention_scale") or {},
         *records.trainings,
         records.evaluation.get("provenance") or {},
     )

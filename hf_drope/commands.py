@@ -227,14 +227,14 @@ def _push(arguments: argparse.Namespace, folder: str) -> None:
 
 
 def card(arguments: argparse.Namespace) -> int:
-    from .model_card import card_with, update_card
+    from .model_card import update_card, write_card
 
     _check_push(arguments)
     results = None if arguments.results is None else _read_results(arguments.results)
     if arguments.out is not None:
         if arguments.push_to_hub is not None:
             raise ValueError("--out leaves the folder as it is, and --push-to-hub uploads it; give one of them.")
-        Path(arguments.out).write_text(card_with(arguments.path, results), encoding="utf-8")
+        write_card(arguments.path, arguments.out, results)
         print(f"written to {arguments.out}")
         return 0
     print(f"written to {update_card(arguments.path, results)}")

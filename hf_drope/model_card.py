@@ -7,6 +7,7 @@ speaks of another model, so a conversion keeps it byte for byte under another na
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -45,8 +46,8 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
     Args:
         folder: a converted checkpoint folder.
         results: of `hf-drope evaluate` (its `results.json`), in which the folder is one of the models: what was measured of it,
-            of the source and of the baselines is kept in `drope_evaluation.json` with a fingerprint of the weights, and is in
-            the card until the weights change.
+            of the source and of the baselines is kept in `drope_evaluation.json` with a fingerprint of weights and settings,
+            and is in the card until these change.
 
     Returns:
         The card, `README.md` in the folder.
@@ -62,13 +63,39 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
     return path / CARD
 
 
+def update_cards(results: dict[str, Any]) -> list[Path]:
+    """`update_card` for every converted folder among the models of an evaluation; returns the cards."""
+    return [update_card(model["path"], results) for model in results["models"] if model.get("role") == "converted"]
+
+
 def card_with(folder: str | Path, results: dict[str, Any] | None = None) -> str:
     """The text that `update_card` would write; arguments and errors as there."""
     path = Path(folder)
-    records = read_records(path)
-    if results is not None:
-        records = dataclasses.replace(records, evaluation=summarise(results, path))
-    return filled(_read_text(path / CARD), records)
+    return filled(_read_text(path / CARD), _records_with(path, results))
+
+
+def write_card(folder: str | Path, file: str | Path, results: dict[str, Any] | None = None) -> None:
+    """Write or refill the card of a converted folder elsewhere; nothing in the folder changes.
+
+    Args:
+        file: a new one, or a card that this function wrote: text outside our marks stays as it is.
+        folder, results: as in `update_card`, with its errors.
+
+    Raises:
+        ValueError: `file` is there and is no card of ours.
+    """
+    path, target = Path(folder), Path(file)
+    # Their files are in the folder.
+    records = dataclasses.replace(_records_with(path, results), picture=None, source_card_file=None)
+    present = _read_text(target)
+    if present.strip() and BEGIN not in present:
+        raise ValueError(f"{target} is there and holds no model card of ours; give another file.")
+    write_whole(target, filled(present, records))
+
+
+def _records_with(folder: Path, results: dict[str, Any] | None) -> Records:
+    records = read_records(folder)
+    return records if results is None else dataclasses.replace(records, evaluation=summarise(results, folder))
 
 
 def card_of_export(source: Path, target: Path) -> None:
@@ -89,7 +116,7 @@ def read_records(folder: Path, *, is_stock: bool = False) -> Records:
     if not str(config.get("model_type", "")).endswith("_drope") or settings is None:
         raise ValueError(f"{folder} is not a converted checkpoint folder, so it has no model card of ours to fill.")
     evaluation = _record(folder / EVALUATION_RECORD)
-    if evaluation and evaluation.get("weights") != _fingerprint(folder):
+    if evaluation and evaluation.get("fingerprint") != _fingerprint(folder):
         evaluation = {}
     source_card = max(folder.glob("SOURCE_README*.md"), default=None)
     return Records(
@@ -227,7 +254,7 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     return {
         "format": 1,
-        "weights": _fingerprint(folder),
+        "fingerprint": _fingerprint(folder),
         "name": mine["name"],
         "provenance": provenance,
         "settings": results["settings"],
@@ -319,7 +346,10 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(folder: Path) -> str:
-    return checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
+    """Of weights and settings: what was measured of others does not hold."""
+    settings = checkpoint.read_json(folder / "config.json")["drope_parameters"]
+    weights = checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
+    return hashlib.sha256(f"{weights} {json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
 
 
 def _json(content: dict[str, Any]) -> str:

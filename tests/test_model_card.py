@@ -14,7 +14,7 @@ from test_examples import write_words
 
 from hf_drope import convert_checkpoint, plan_conversion
 from hf_drope.cli import main
-from hf_drope.model_card import BEGIN, END, shown_command, update_card
+from hf_drope.model_card import BEGIN, END, shown_command, update_card, update_cards
 
 SOURCE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: someone/older\n---\n# The source\nMMLU 99\n"
 
@@ -303,6 +303,36 @@ def test_numbers_of_other_weights_leave_the_card(tmp_path):
     assert "model-index" not in front_matter(folder)
 
 
+def test_numbers_of_other_settings_leave_the_card(tmp_path):
+    folder = converted(tmp_path)
+    update_card(folder, results(folder, tmp_path / "src"))
+    settings = json.loads((folder / "config.json").read_text())["drope_parameters"]
+    edit_json(folder / "config.json", drope_parameters={**settings, "attention_scale": {"factor": 1.1}})
+    update_card(folder)
+    assert section(folder, "Measured").startswith("Not measured")
+
+
+def test_every_converted_folder_of_an_evaluation_gets_its_numbers(tmp_path):
+    first, second = converted(tmp_path), converted(tmp_path, "simple")
+    found = results(first, tmp_path / "src")
+    found["models"][4]["path"] = str(second)
+    assert update_cards(found) == [first / "README.md", second / "README.md"]
+    assert "| **this model** | 12.5 (12–13) |" in card(first)
+    assert "| **this model** | 7 (6.5–7.5) |" in card(second)
+
+
+def test_a_fitted_attention_scale_is_told_with_its_curve(tmp_path):
+    folder = converted(tmp_path)
+    curve = [
+        {"length": 64, "factor": 1.0, "without": 20.0, "with": 20.0},
+        {"length": 128, "factor": 1.0416, "without": 30.0, "with": 25.0},
+    ]
+    edit_json(folder / "drope_conversion.json", attention_scale={"coefficient": 0.06, "curve": curve})
+    update_card(folder)
+    assert "coefficient 0.06" in section(folder, "Calibration")
+    assert "| 128 | 1.042 | 30 | 25 |" in section(folder, "Calibration")
+
+
 def test_results_of_other_models_and_other_folders_are_refused(capsys, tmp_path):
     folder = converted(tmp_path)
     before = card(folder)
@@ -327,8 +357,16 @@ def test_a_card_can_be_written_elsewhere(tmp_path):
     folder = converted(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (tmp_path / "results.json").write_text(json.dumps(results(folder, tmp_path / "src")))
-    run("card", folder, "--results", tmp_path / "results.json", "--out", tmp_path / "card.md")
-    assert "**this model**" in (tmp_path / "card.md").read_text()
+    given = ("card", folder, "--results", tmp_path / "results.json", "--out")
+    run(*given, tmp_path / "card.md")
+    text = (tmp_path / "card.md").read_text()
+    assert "**this model**" in text
+    (tmp_path / "card.md").write_text(text + "\nMine.\n")
+    run(*given, tmp_path / "card.md")
+    assert (tmp_path / "card.md").read_text() == text + "\nMine.\n"
+    (tmp_path / "notes.txt").write_text("Not a card.")
+    assert main([str(argument) for argument in (*given, tmp_path / "notes.txt")]) == 2
+    assert (tmp_path / "notes.txt").read_text() == "Not a card."
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
