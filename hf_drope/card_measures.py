@@ -72,6 +72,8 @@ def _table(evaluation: dict[str, Any], groups: dict[str, list[Row]], cell: Calla
 
 
 def _role(model: Row) -> str:
+    if model.get("position_scaling"):
+        return " (this model, its position terms stretched)"
     return {"source": " (the source)", "baseline": " (baseline)"}.get(model.get("role", ""), "")
 
 

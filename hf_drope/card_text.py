@@ -118,7 +118,8 @@ def _conversion(records: Records) -> str:
         lines[0] += " (a folder; its repository is not recorded)"
     lines[0] += "."
     scale = settings["rope_scale"]
-    lines.append(f"- Position encoding: {'dropped' if scale == 0 else f'kept at strength {scale:g}'}.")
+    what = "dropped from the matching of content" if records.kind == "disentangled" else "dropped"
+    lines.append(f"- Position encoding: {what if scale == 0 else f'kept at strength {scale:g}'}.")
     if settings["rope_layers"] is not None:
         lines.append(f"- Layers that keep RoPE: {settings['rope_layers']}.")
     bias = settings["position_bias"]
@@ -216,7 +217,8 @@ def _run(run: dict[str, Any]) -> str:
     if run.get("first_loss") is not None and run.get("last_loss") is not None:
         details.append(f"training loss {run['first_loss']:.3f} → {run['last_loss']:.3f}")
     if run.get("seconds") is not None:
-        details.append(f"{run['seconds'] / 60:.1f} minutes")
+        seconds = run["seconds"]
+        details.append(f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes")
     return f"{', '.join(parts)}; {'; '.join(details)}." if details else f"{', '.join(parts)}."
 
 

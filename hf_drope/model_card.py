@@ -259,7 +259,9 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
         "provenance": provenance,
         "settings": results["settings"],
         "text": results.get("text"),
-        "models": [{key: model.get(key) for key in ("name", "role", "scaling", "window")} for model in kept],
+        "models": [
+            {key: model.get(key) for key in ("name", "role", "scaling", "position_scaling", "window")} for model in kept
+        ],
         "perplexity": rows("perplexity", ("model", "length", "perplexity", "low", "high", "tokens", "windows")),
         "retrieval": rows("retrieval", ("model", "task", "length", "trials", "rate", "low", "high")),
     }

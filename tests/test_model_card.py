@@ -61,7 +61,7 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         {"name": "src", "path": str(source), "role": "source", "scaling": None, "window": 64},
         {"name": "src + ntk", "path": str(source), "window": 64, **scaled},
         {"name": "mine", "path": str(folder), "role": "converted", "scaling": None, "window": 64},
-        {"name": "mine + yarn", "path": str(folder), "role": "baseline", "scaling": None, "window": 64},
+        {"name": "mine + yarn", "path": str(folder), "role": "baseline", "position_scaling": "yarn", "window": 64},
         {"name": "stranger", "path": "elsewhere", "role": "converted", "scaling": None, "window": 64},
     ]
     rates = {
@@ -248,7 +248,7 @@ def test_measured_numbers_stand_beside_the_source_and_the_baselines(tmp_path):
     assert "| src + ntk (baseline) | 10 (9.5–10.5) | 12 (11.5–12.5) |" in text
     assert "| **this model** | 12.5 (12–13) | 11.25 (10.75–11.75) |" in text
     assert "| passkey | **this model** | 60 % (50–70) | 40 % (30–50) |" in text
-    assert "mine + yarn" in text
+    assert "| mine + yarn (this model, its position terms stretched) | 12.5 (12–13) | 11 (10.5–11.5) |" in text
     assert "stranger" not in card(folder)
     assert all(word in text for word in ("`book.txt`", "ab" * 8, "hf_drope 9.8.7", "seed 3", "20 trials"))
     limits = section(folder, "Limits")
