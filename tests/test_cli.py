@@ -115,6 +115,7 @@ def test_demo_tells_the_whole_story(capsys, tmp_path):
     assert len(result["perplexity"]["RoPE"]) == len(result["lengths"]) == 4
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     assert (tmp_path / "demo/converted/modeling_drope.py").is_file()
+    assert "steps, of the source code of Python" in (tmp_path / "demo/converted/README.md").read_text()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("mine")
     code, _, err = run(capsys, "demo", "--out", tmp_path / "other")

