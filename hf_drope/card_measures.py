@@ -92,7 +92,7 @@ def _range(numbers: list[int]) -> str:
 def limits(evaluation: dict[str, Any], *, untouched: bool) -> str:
     """What is worse than the source and what was not measured, as a list; `untouched`: dropped, not calibrated or trained."""
     lines = []
-    if untouched:
+    if untouched and not evaluation:
         lines.append(
             "The position encoding was taken out, and neither a calibration nor a training is recorded since: expect it to "
             "predict far worse than its source until it is trained."
@@ -125,7 +125,9 @@ def _worse(evaluation: dict[str, Any]) -> list[str]:
     ]
     lines += [f"It retrieves less than the source: {', '.join(lost)}."] if lost else []
     if not lines and (pairs or rates):
-        lines = ["Where both were measured, it is nowhere behind its source by more than the intervals allow."]
+        lines = [
+            "Where both were measured, no interval of its numbers lies behind the source's; smaller differences stay open."
+        ]
     return lines
 
 

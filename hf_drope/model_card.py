@@ -241,9 +241,9 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
     if mine is None:
         names = ", ".join(model["name"] for model in models) or "none"
         raise ValueError(f"{folder} is not among the evaluated models ({names}); evaluate it first.")
-    # Of a folder's own path are its variants as well: the source under RoPE scaling, this model with its terms stretched.
+    # Variants: the source under RoPE scaling, and, of this folder's own path, this model with its position terms stretched.
     paths = {mine["path"], *(model["path"] for model in results["models"] if model.get("role") == "source")}
-    kept = [model for model in results["models"] if model["path"] in paths]
+    kept = [model for model in results["models"] if model["path"] in paths or model.get("scaling")]
     kept_names = {model["name"] for model in kept}
     provenance = dict(results["provenance"])
     if provenance.get("command"):

@@ -288,7 +288,7 @@ def test_nothing_behind_is_said_only_of_what_was_compared(tmp_path):
     for row in found["retrieval"]:
         row |= {"low": 0.0, "high": 1.0}
     update_card(folder, found)
-    assert "nowhere behind its source" in section(folder, "Limits")
+    assert "no interval of its numbers lies behind" in section(folder, "Limits")
 
 
 def test_numbers_of_other_weights_leave_the_card(tmp_path):
