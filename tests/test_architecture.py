@@ -34,14 +34,16 @@ FLOORS = [
     {"attention_drope"},
     {"installation"},
     {"modeling_drope"},
-    {"card_measures", "checkpoint", "hub_upload", "schedule", "sharding", "retrieval_tasks", "text"},
+    {"checkpoint", "schedule", "sharding", "retrieval_tasks", "text", "report_numbers", "report_page"}
+    | {"card_measures", "hub_upload"},
     {"card_text"},
     {"model_card"},
-    {"checkpoint_writing", "conversion_additions", "new_folder"},
-    {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
-    {"convert", "distill", "resume", "stock_config", "query_scale", "gguf_tokenizer"},
-    {"layer_fit", "output_descent"},
-    {"calibration", "training", "evaluate", "report", "export", "verify"},
+    {"checkpoint_writing", "conversion_additions", "new_folder", "report_drawing"},
+    {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"}
+    | {"report_figures", "report_inside"},
+    {"convert", "distill", "resume", "stock_config", "query_scale", "gguf_tokenizer", "report_tables"},
+    {"layer_fit", "output_descent", "report"},
+    {"calibration", "training", "evaluate", "export", "verify"},
     {"gguf_export"},
     {"adapters", "folder_calibration", "recalibration_plan"},
     {"recalibration_teacher"},
@@ -54,30 +56,32 @@ FLOORS = [
     {"__main__"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
-LIGHT = {
-    "configuration_drope",
-    "drope_parameters",
-    "position_shapes",
-    "schedule",
-    "card_measures",
-    "card_text",
-    "hub_upload",
-    "model_card",
-    "text",
-    "cli",
-    "commands",
-} | {
-    "checkpoint",
-    "checkpoint_writing",
-    "new_folder",
-    "conversion_additions",
-    "conversion_plan",
-    "convert",
-    "export",
-    "gguf_export",
-    "gguf_tokenizer",
-    "stock_config",
-}
+LIGHT = (
+    {
+        "configuration_drope",
+        "drope_parameters",
+        "position_shapes",
+        "schedule",
+        "model_card",
+        "text",
+        "cli",
+        "commands",
+    }
+    | {
+        "checkpoint",
+        "checkpoint_writing",
+        "new_folder",
+        "conversion_additions",
+        "conversion_plan",
+        "convert",
+        "export",
+        "gguf_export",
+        "gguf_tokenizer",
+        "stock_config",
+    }
+    | {"card_measures", "card_text", "hub_upload"}
+    | {"report", "report_drawing", "report_figures", "report_inside", "report_numbers", "report_page", "report_tables"}
+)
 PUBLIC = [
     "Distillation",
     "DroPECallback",
