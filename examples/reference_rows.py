@@ -70,10 +70,7 @@ class Rows:
         self.tokenizer, self.prose = tokenizer, prose
         self.draw = random.Random(seed)
         # A prompt of the tasks begins with the same words.
-        self.begin = [
-            tokenizer.bos_token_id,
-            *self._ids(tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction),
-        ]
+        self.begin = [tokenizer.bos_token_id, *self._ids(tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction)]
 
     def batch(self, size: int, drill: float, length: int = WINDOW) -> list[dict[str, Tensor]]:
         """Rows of {"input_ids", "labels"}, both (length,)."""
