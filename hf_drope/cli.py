@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
     sub.add_argument("--calibrate", action="store_true", help="calibrate the bias on --text in one go")
     _add_calibration(sub, required=False)
+    sub.add_argument(
+        "--base-model", metavar="REPO", help="the source's repository for the model card, as NAME or NAME@REVISION"
+    )
+    _add_push(sub)
     sub.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     sub = command(
@@ -142,7 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
+    _add_push(sub)
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    sub = command("card", commands.card, "Refill a converted checkpoint's model card from its records.")
+    sub.add_argument("path", metavar="MODEL", help="a converted checkpoint folder")
+    sub.add_argument("--results", metavar="FILE", help="results.json of hf-drope evaluate, to keep in the folder")
+    sub.add_argument("--out", metavar="FILE", help="write the card there and change nothing in the folder")
+    _add_push(sub)
 
     sub = command(
         "demo", commands.demo, "The whole story on a small Llama: train with RoPE, convert, recalibrate, compare."
@@ -212,6 +223,11 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
+def _add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--push-to-hub", metavar="REPO", help="upload the finished folder to this repository")
+    parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
@@ -227,6 +243,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    arguments.argv = ["hf-drope", *(sys.argv[1:] if argv is None else argv)]
     try:
         return arguments.run(arguments)
     except (ValueError, OSError, ImportError) as error:

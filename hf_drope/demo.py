@@ -26,6 +26,7 @@ import hf_drope  # noqa: F401  (registers the classes)
 from .conversion_plan import ConversionError, plan_conversion
 from .convert import convert_checkpoint
 from .drope_parameters import DroPEParameters
+from .model_card import record_training, update_card
 from .training import DroPECallback, DroPETrainer
 
 WINDOW = 128
@@ -77,6 +78,9 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         bar.set_description("recalibrate in stages")
         _train(converted, train, more, folder / "trainer", bar, staged=True)
         converted.save_pretrained(folder / "converted")
+        run = {"tokens": more * _BATCH * WINDOW, "steps": more, "text": "the source code of Python's standard library"}
+        record_training(folder / "converted", folder / "converted", run)
+        update_card(folder / "converted")
         bar.set_description("RoPE on the same tokens")
         _train(rope, train, more, folder / "trainer", bar, staged=False)
         rows["RoPE, trained on the same tokens"] = _by_length(rope, held_out, bar)

@@ -204,9 +204,10 @@ class _Run:
 
     def files(self) -> tuple[bool, str]:
         for name in self.plan.copied:
-            path = self.target / name
+            copy = self.plan.target_name(name)
+            path = self.target / copy
             if not path.is_file() or path.read_bytes() != (self.source / name).read_bytes():
-                return False, f"{name} is missing or differs from the source"
+                return False, f"{copy} is missing or differs from the source"
         return True, f"{len(self.plan.copied)} files byte-identical"
 
     def equals_source(self) -> tuple[bool, str]:
