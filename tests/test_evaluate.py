@@ -254,6 +254,30 @@ def test_the_command_prints_a_table_or_json_and_says_where_the_results_are(folde
 
     monkeypatch.setattr("hf_drope.evaluation.measure_perplexity", interrupted)
     assert main([*given[:-1], str(tmp_path / "other")]) == 130
+    assert f"interrupted; what is finished is in {tmp_path / 'other'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", [["32,64"], ["32", "64"], ["32,", "64"]])
+def test_lists_are_given_with_commas_or_spaces(lengths, monkeypatch):
+    asked = {}
+
+    def noting(models, out, **options):
+        asked.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("hf_drope.evaluation.evaluate", noting)
+    assert (
+        main(["evaluate", "a", "--out", "b", "--lengths", *lengths, "--tasks", "passkey", "--rope-scaling", "none"])
+        == 2
+    )
+    assert (asked["lengths"], asked["tasks"], asked["rope_scaling"]) == ([32, 64], ["passkey"], [])
+
+
+def test_a_length_that_is_no_number_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["evaluate", "a", "--out", "b", "--lengths", "1k"])
+    assert caught.value.code == 2
+    assert "'1k' is no list of whole numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
