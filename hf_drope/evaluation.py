@@ -50,6 +50,7 @@ def evaluate(
     text_tokens: int | None = None,
     batch_size: int | None = None,
     bench: str | Path | None = None,
+    report: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure causal language models at several lengths and write what was found, and a report, to a folder.
@@ -74,6 +75,7 @@ def evaluate(
         text_tokens: at most so many of the text, from its beginning; default 32,768, or twice the longest length.
         batch_size: sequences at a time; default up to 8,192 tokens.
         bench: a file of `hf-drope bench --json`, for the report's table of costs.
+        report: whether to write `report.html` and its figures at the end.
 
     Returns:
         What `results.json` holds.
@@ -108,6 +110,10 @@ def evaluate(
     with quiet_transformers():
         run = _Run(find_subjects(models, against, settings), settings, text_files, Path(out), progress)
         run.all()
+    if report:
+        from .report import write_report
+
+        write_report(out, bench)
     return run.results.content
 
 

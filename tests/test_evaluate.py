@@ -46,7 +46,8 @@ def folders(tmp_path_factory):
 
 
 def run(folders, out, models=("nope",), **options):
-    given = {"lengths": LENGTHS, "trials": 2, "digits": 3, "text_tokens": 1500, "progress": False, **options}
+    given = {"lengths": LENGTHS, "trials": 2, "digits": 3, "text_tokens": 1500, "progress": False}
+    given |= {"report": False, **options}
     given.setdefault("text_files", [folders / "text.txt"])
     return evaluate([folders / name for name in models], out, **given)
 
@@ -210,7 +211,7 @@ def test_a_folder_of_another_evaluation_is_refused_and_left_as_it_was(changes, w
 
 def test_other_weights_under_the_same_name_are_another_evaluation(folders, tmp_path):
     shutil.copytree(folders / "source", tmp_path / "model")
-    options = {"tasks": ["perplexity"], "lengths": [32], "text_files": [folders / "text.txt"], "progress": False}
+    options = {"tasks": ["perplexity"], "lengths": [32], "text_files": [folders / "text.txt"], "report": False}
     evaluate(tmp_path / "model", tmp_path / "out", **options)
     tiny_model("llama", seed=1, vocab_size=300, max_position_embeddings=WINDOW).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="its model has other weights or another config"):
@@ -244,6 +245,7 @@ def test_the_command_prints_a_table_or_json_and_says_where_the_results_are(folde
     assert main(given) == 0
     out, err = capsys.readouterr()
     assert out.startswith("perplexity")
+    assert "nope" in (tmp_path / "out" / "report.html").read_text()
     assert str(tmp_path / "out") in out
     assert err == ""
     assert main([*given, "--json"]) == 0
