@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_drope
 from hf_drope import convert_checkpoint, evaluate, plan_conversion
 from hf_drope.cli import main
+from hf_drope.demo import byte_tokenizer
 from hf_drope.evaluation_plan import unique_names
 from hf_drope.evaluation_table import describe
 from hf_drope.perplexity import measure_perplexity
+from hf_drope.retrieval import check_tokenizer, draw_samples
+from hf_drope.retrieval_tasks import TASKS
 from hf_drope.text import leading_tokens
 
 WINDOW = 300
@@ -376,3 +379,13 @@ def test_a_stock_model_without_a_source_gets_the_baselines_that_are_asked_for(fo
     results = run(folders, tmp_path / "out", ["source"], tasks=["perplexity"], rope_scaling=["ntk"], lengths=[600])
     roles = {model["name"]: model["role"] for model in results["models"]}
     assert roles == {"source": "stock", "source + ntk": "baseline"}
+
+
+def test_the_demos_tokens_are_bytes_and_write_all_that_is_asked(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(1, 0x500))) + "€ 🐍\n\ttwo  spaces "
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    for task in TASKS:
+        check_tokenizer(draw_samples(task, trials=3, digits=7, seed=0), tokenizer, "bytes")
