@@ -301,7 +301,8 @@ def test_a_length_that_is_no_number_is_refused(capsys):
         ({"text_files": []}, "perplexity needs text"),
         ({"text_files": [], "tasks": None, "lengths": [100]}, r"A prompt of passkey with its answer takes up to \d+ tokens of nope, and the shortest length is 100"),
         ({"tasks": ["perplexity"], "text_tokens": 500}, "The text has 500 tokens, fewer than the longest length of 600"),
-        ({"bench": "nowhere.json"}, "There is no file nowhere.json"),
+        ({"bench": __file__}, "test_evaluate.py in .* is not readable JSON"),
+        ({"bench": "config.json"}, "config.json is no file of costs"),
         ({"rope_scaling": ["pi"]}, "no stock model whose RoPE could be scaled"),
         ({"position_scaling": ["clip"]}, "No model has a disentangled bias"),
         ({"against": "nope"}, "is a converted model; give its source with --against"),
@@ -311,6 +312,8 @@ def test_wrong_arguments_are_one_sentence_and_nothing_is_written(options, senten
     options = {"tasks": ["perplexity", "passkey"], **options}
     if "against" in options:
         options["against"] = folders / options["against"]
+    if "bench" in options:
+        options["bench"] = folders / "nope" / options["bench"]
     with pytest.raises(ValueError, match=sentence) as caught:
         run(folders, tmp_path / "out", **options)
     assert "\n" not in str(caught.value)
@@ -343,6 +346,16 @@ def test_models_that_will_not_do_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="is not empty and holds no evaluation"):
         run(folders, tmp_path / "full", ["nope"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dropped_table_ends_nowhere(folders, tmp_path):
+    tiny_model("gpt2", vocab_size=300, n_positions=128).save_pretrained(tmp_path / "gpt2")
+    save_byte_tokenizer(tmp_path / "gpt2")
+    convert_checkpoint(plan_conversion(tmp_path / "gpt2", "nope"), tmp_path / "dropped", progress=False)
+    results = run(folders, tmp_path / "out", [tmp_path / "dropped"], lengths=[400])
+    assert results["models"][0]["window"] == 128
+    assert row_of(results, "dropped", 400)["perplexity"] > 1
+    assert row_of(results, "dropped", 400, "passkey")["trials"] == 2
 
 
 def _bert(folder):
