@@ -28,7 +28,7 @@ from .evaluation_results import ResultsFile
 from .model_facts import model_facts
 from .perplexity import measure_perplexity, window_starts
 from .provenance import sha256
-from .retrieval import check_tokenizer, draw_samples, measure_retrieval, settle, smallest_length
+from .retrieval import check_tokenizer, draw_samples, measure_retrieval, smallest_length
 from .retrieval_tasks import DIGITS
 from .text import beginning, leading_tokens
 from .verify import quiet_transformers
@@ -215,7 +215,6 @@ class _Run:
         try:
             model, tokenizer = self._model(unit), self.tokenizers[unit.subject.folder]
             rows = self.settings.rows(unit.length)
-            settle(model)
             if self.text is not None and unit.task == PERPLEXITY:
                 return measure_perplexity(
                     model,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import save_byte_tokenizer, tiny_tokenizer
 from tiny import tiny_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_drope
@@ -144,6 +145,30 @@ def test_figures_are_those_of_the_models_loaded_by_hand(whole, folders):
         row = row_of(results, name, 2 * WINDOW)
         assert row["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
         assert row["by_position"] == pytest.approx(expected["by_position"], rel=1e-4)
+
+
+def test_a_scaling_has_the_factor_of_each_length(folders, tmp_path):
+    lengths = [64, 400, 600]
+    results = run(folders, tmp_path / "out", ["source"], tasks=["perplexity"], rope_scaling=["pi"], lengths=lengths)
+    text = leading_tokens([folders / "text.txt"], AutoTokenizer.from_pretrained(folders / "source"), 1500)
+    for length in lengths:
+        rope = {"rope_type": "linear", "factor": max(1.0, length / WINDOW), "rope_theta": 10000.0}
+        model = AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32, rope_parameters=rope)
+        expected = measure_perplexity(model, text, length, 600)["by_position"]
+        assert row_of(results, "source + pi", length)["by_position"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "begun")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "begun")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer.save_pretrained(tmp_path / "begun")
+    results = run(folders, tmp_path / "out", [tmp_path / "begun"], tasks=["perplexity"], lengths=[64])
+    model = AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32)
+    text = leading_tokens([folders / "text.txt"], tokenizer, 1500)
+    expected, without = (measure_perplexity(model, text, 64, 64, beginning=ids)["by_position"] for ids in ([0], []))
+    assert row_of(results, "begun", 64)["by_position"] == pytest.approx(expected, rel=1e-4)
+    assert expected[0] != pytest.approx(without[0], rel=1e-3)
 
 
 def without_clock(results):
