@@ -120,15 +120,18 @@ def verify_checkpoint(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without warnings for the length of the block: of parameters left out on purpose, of lengths beyond the window."""
-    import transformers
+    """Without bars, and without warnings of parameters left out on purpose or of lengths beyond the window, for the block."""
+    from transformers.utils import logging as talk
 
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    verbosity, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(before)
+        talk.set_verbosity(verbosity)
+        if bars:
+            talk.enable_progress_bar()
 
 
 class _Run:
