@@ -34,6 +34,7 @@ _HOMES = {
     "DroPESchedule": "schedule",
     "DroPECallback": "training",
     "DroPETrainer": "training",
+    "evaluate": "evaluation",
 }
 __all__ = [*sorted(_HOMES), "__version__"]
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .convert import inspect_checkpoint as inspect_checkpoint
     from .distill import Distillation as Distillation
     from .drope_parameters import DroPEParameters as DroPEParameters
+    from .evaluation import evaluate as evaluate
     from .folder_calibration import calibrate_checkpoint as calibrate_checkpoint
     from .modeling_drope import apply_drope as apply_drope
     from .modeling_drope import drope_class as drope_class

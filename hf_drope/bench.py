@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from .bench_measures import MEASURES, PEAKS, STATUS, measurement
 from .bench_report import Row
 from .bench_variants import STOCK, Variant, build, too_large, variants
 from .modeling_drope import apply_drope
+from .provenance import cpu_name
 
 USUAL_MEASURES = ("prefill", "memory", "decode", "train")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -154,11 +154,7 @@ def bench(
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        names = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x]
-        processor = f"{len(names)} × {names[0]}" if names else processor
-    found = {"cpu": processor, "torch": torch.__version__, "transformers": transformers.__version__}
+    found = {"cpu": cpu_name(), "torch": torch.__version__, "transformers": transformers.__version__}
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
     return found

@@ -33,6 +33,24 @@ def _length(text: str) -> int | float:
         return float(text)
 
 
+def _words(text: str) -> list[str]:
+    return [word for word in text.replace(",", " ").split() if word]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers") from None
+
+
+class _Listed(argparse.Action):
+    """Takes a list with commas, with spaces, or with both."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [value for part in values for value in part])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-drope",
@@ -164,6 +182,68 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--preset", default="drope", help=f"one of {', '.join(PRESETS)} (default: %(default)s)")
     _add_settings(sub)
     sub.add_argument("--scale", type=float, default=1.0, help="share of the usual training steps (default: 1)")
+
+    sub = command(
+        "evaluate",
+        commands.evaluate,
+        "Measure perplexity by position and retrieval of models at several lengths, beside scaled RoPE.",
+    )
+    sub.add_argument("models", nargs="+", metavar="MODEL", help="folders of converted or stock models")
+    sub.add_argument("--out", required=True, metavar="DIR", help="for results and report; a stopped run goes on there")
+    sub.add_argument("--against", metavar="SRC", help="the source's folder, which is measured as well")
+    listed: dict[str, Any] = {"nargs": "+", "action": _Listed}
+    sub.add_argument(
+        "--lengths",
+        type=_numbers,
+        default=[512, 1024, 2048],
+        metavar="L,L",
+        help="tokens (default: 512,1024,2048)",
+        **listed,
+    )
+    sub.add_argument(
+        "--tasks",
+        type=_words,
+        metavar="NAME,NAME",
+        help="of perplexity, passkey, multikey, multiquery, multivalue, variable-tracking (default: perplexity with --text, and passkey)",
+        **listed,
+    )
+    sub.add_argument(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=".txt files, or .jsonl with a field 'text', for perplexity",
+    )
+    sub.add_argument("--trials", type=int, default=20, metavar="N", help="prompts a task and length (default: 20)")
+    sub.add_argument(
+        "--rope-scaling",
+        type=_words,
+        metavar="NAME,NAME",
+        help="baselines beyond the window, of pi, ntk, dynamic, yarn (default: all of the source), or none",
+        **listed,
+    )
+    sub.add_argument(
+        "--position-scaling",
+        type=_words,
+        default=[],
+        metavar="NAME,NAME",
+        help="of linear, ntk, yarn, clip: disentangled models with stretched position terms as well",
+        **listed,
+    )
+    sub.add_argument("--digits", type=int, default=7, metavar="N", help="of the numbers to be found (default: 7)")
+    sub.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
+    sub.add_argument(
+        "--text-tokens", type=int, metavar="N", help="at most so many (default: 32768, or twice the longest length)"
+    )
+    sub.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: up to 8192 tokens)")
+    sub.add_argument(
+        "--bench", metavar="FILE", help="what hf-drope bench --json wrote, for the report's table of costs"
+    )
+    sub.add_argument(
+        "--update-card", action="store_true", help="put the numbers into each converted folder and its model card"
+    )
+    sub.add_argument("--json", action="store_true", help="print the results as JSON")
 
     sub = command("bench", commands.bench, "Measure what a position mode costs, as a ratio to the stock RoPE model.")
     sub.add_argument("--model", metavar="DIR", help="folder or file of a config (default: a 12-layer Llama)")

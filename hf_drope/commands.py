@@ -262,6 +262,49 @@ def demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate(arguments: argparse.Namespace) -> int:
+    from .evaluation import evaluate
+    from .evaluation_table import describe
+
+    _no_bars_in_a_log()
+    rope_scaling = [] if arguments.rope_scaling == ["none"] else arguments.rope_scaling
+    try:
+        results = evaluate(
+            arguments.models,
+            arguments.out,
+            against=arguments.against,
+            lengths=arguments.lengths,
+            tasks=arguments.tasks,
+            text_files=arguments.text,
+            trials=arguments.trials,
+            rope_scaling=rope_scaling,
+            position_scaling=arguments.position_scaling,
+            digits=arguments.digits,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            text_tokens=arguments.text_tokens,
+            batch_size=arguments.batch_size,
+            bench=arguments.bench,
+        )
+    except KeyboardInterrupt:
+        print(
+            f"hf-drope evaluate: interrupted; what is finished is in {arguments.out}, and the same command goes on",
+            file=sys.stderr,
+        )
+        return 130
+    if arguments.json:
+        _print_json(results)
+    else:
+        print(describe(results))
+        print(f"\nwritten to {arguments.out}")
+    if arguments.update_card:
+        from .model_card import update_cards
+
+        for card in update_cards(results):
+            print(f"written to {card}", file=sys.stderr if arguments.json else sys.stdout)
+    return 0
+
+
 def bench(arguments: argparse.Namespace) -> int:
     from .bench import USUAL_MEASURES, bench
     from .bench_report import describe, has_targets, missed, plot, write_json

@@ -207,7 +207,7 @@ def encode_prompt(sample: Sample, tokenizer: Any, tokens: int) -> list[int]:
     Raises:
         ValueError: even one sentence of haystack is too much; says how many tokens it takes.
     """
-    begin = _first_tokens(tokenizer, sample.instruction)
+    begin = first_tokens(tokenizer, sample.instruction)
     room = tokens - len(begin)
 
     def encode(sentences: int) -> list[int]:
@@ -230,7 +230,13 @@ def encode_prompt(sample: Sample, tokenizer: Any, tokens: int) -> list[int]:
     return begin + body[len(body) - room :]
 
 
-def _first_tokens(tokenizer: Any, text: str) -> list[int]:
+def smallest_prompt(sample: Sample, tokenizer: Any) -> int:
+    """Tokens of the shortest prompt that `encode_prompt` can make of a sample."""
+    body = tokenizer(sample.text(1), add_special_tokens=False, verbose=False)["input_ids"]
+    return len(body) + len(first_tokens(tokenizer, sample.instruction))
+
+
+def first_tokens(tokenizer: Any, text: str) -> list[int]:
     """`text` after the tokens that the tokenizer begins a sequence with, without those that it ends one with."""
     plain = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     whole = list(tokenizer(text, verbose=False)["input_ids"])

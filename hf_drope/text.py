@@ -124,6 +124,28 @@ def _from_word(text: str, start: int, end: int) -> str:
     return text[begin if begin < last else start : end]
 
 
+def leading_tokens(files: Iterable[str | Path], tokenizer: Any, count: int) -> torch.Tensor:
+    """The first `count` tokens of the documents, or all there are, each followed by the tokenizer's end-of-text token."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for document in read_documents(files):
+        for piece in _pieces(document):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= count:
+                return torch.tensor(ids[:count])
+        ids += end
+    return torch.tensor(ids[:count])
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer begins every text with."""
+    plain, whole = (
+        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (False, True)
+    )
+    starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
+
+
 class PackedText(Dataset[dict[str, torch.Tensor]]):
     """Blocks of `sequence_length` tokens cut from the documents, each followed by the tokenizer's end-of-text token.
 

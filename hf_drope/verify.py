@@ -112,23 +112,26 @@ def verify_checkpoint(
     ]
     if run.is_whole_rope_taken_apart():
         steps.insert(3, ("source with RoPE back on the content", run.equals_source_with_content_rotated))
-    with _quiet_transformers():
+    with quiet_transformers():
         for name, check in tqdm(steps, desc="verify", disable=None if progress else True, file=sys.stderr):
             report.checks.append(Check(name, *check()))
     return report
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    # Position parameters are left out of one model on purpose; its load report would call that unexpected.
-    import transformers
+def quiet_transformers() -> Iterator[None]:
+    """Without bars, and without warnings of parameters left out on purpose or of lengths beyond the window, for the block."""
+    from transformers.utils import logging as talk
 
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    verbosity, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(before)
+        talk.set_verbosity(verbosity)
+        if bars:
+            talk.enable_progress_bar()
 
 
 class _Run:
