@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import transformers
-from hf_drope.context_scaling import rotated_channels, scaled_rope
 from reference_rows import DIGITS, VOCABULARY, WINDOW, Rows, make_tokenizer, prose_tokens, standard_library
 from reference_table import write_table
 from torch import Tensor
@@ -36,6 +35,7 @@ from transformers import (
 )
 
 from hf_drope import DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate, evaluate
+from hf_drope.context_scaling import rotated_channels, scaled_rope
 from hf_drope.record import ConvergenceRecord
 
 LENGTHS = (WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW)
