@@ -38,7 +38,17 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers") from None
+
+
+class _Listed(argparse.Action):
+    """Takes a list with commas, with spaces, or with both."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [value for part in values for value in part])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,14 +181,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("models", nargs="+", metavar="MODEL", help="folders of converted or stock models")
     sub.add_argument("--out", required=True, metavar="DIR", help="for results and report; a stopped run goes on there")
     sub.add_argument("--against", metavar="SRC", help="the source's folder, which is measured as well")
+    listed: dict[str, Any] = {"nargs": "+", "action": _Listed}
     sub.add_argument(
-        "--lengths", type=_numbers, default=[512, 1024, 2048], metavar="L,L", help="tokens (default: 512,1024,2048)"
+        "--lengths",
+        type=_numbers,
+        default=[512, 1024, 2048],
+        metavar="L,L",
+        help="tokens (default: 512,1024,2048)",
+        **listed,
     )
     sub.add_argument(
         "--tasks",
         type=_words,
         metavar="NAME,NAME",
         help="of perplexity, passkey, multikey, multiquery, multivalue, variable-tracking (default: perplexity with --text, and passkey)",
+        **listed,
     )
     sub.add_argument(
         "--text",
@@ -193,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_words,
         metavar="NAME,NAME",
         help="baselines beyond the window, of pi, ntk, dynamic, yarn (default: all of the source), or none",
+        **listed,
     )
     sub.add_argument(
         "--position-scaling",
@@ -200,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME,NAME",
         help="of linear, ntk, yarn, clip: disentangled models with stretched position terms as well",
+        **listed,
     )
     sub.add_argument("--digits", type=int, default=7, metavar="N", help="of the numbers to be found (default: 7)")
     sub.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")

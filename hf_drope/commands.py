@@ -237,23 +237,30 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     _no_bars_in_a_log()
     rope_scaling = [] if arguments.rope_scaling == ["none"] else arguments.rope_scaling
-    results = evaluate(
-        arguments.models,
-        arguments.out,
-        against=arguments.against,
-        lengths=arguments.lengths,
-        tasks=arguments.tasks,
-        text_files=arguments.text,
-        trials=arguments.trials,
-        rope_scaling=rope_scaling,
-        position_scaling=arguments.position_scaling,
-        digits=arguments.digits,
-        seed=arguments.seed,
-        dtype=arguments.dtype,
-        text_tokens=arguments.text_tokens,
-        batch_size=arguments.batch_size,
-        bench=arguments.bench,
-    )
+    try:
+        results = evaluate(
+            arguments.models,
+            arguments.out,
+            against=arguments.against,
+            lengths=arguments.lengths,
+            tasks=arguments.tasks,
+            text_files=arguments.text,
+            trials=arguments.trials,
+            rope_scaling=rope_scaling,
+            position_scaling=arguments.position_scaling,
+            digits=arguments.digits,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            text_tokens=arguments.text_tokens,
+            batch_size=arguments.batch_size,
+            bench=arguments.bench,
+        )
+    except KeyboardInterrupt:
+        print(
+            f"hf-drope evaluate: interrupted; what is finished is in {arguments.out}, and the same command goes on",
+            file=sys.stderr,
+        )
+        return 130
     if arguments.json:
         _print_json(results)
     else:

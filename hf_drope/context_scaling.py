@@ -11,6 +11,7 @@ for the RoPE of a stock model, and `position_scaling` for the position terms of 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def _groups(parameters: Any) -> list[dict[str, Any]]:
     return nested or [parameters]
 
 
-def check_rope(model: Any, name: str) -> None:
-    """Raise ValueError for a model whose RoPE cannot be scaled; `model` may be without weights."""
+def check_rope(model: Any, name: str, kinds: Sequence[str]) -> None:
+    """Raise ValueError for a model whose RoPE cannot be scaled in these ways; `model` may be without weights."""
     groups = _groups(getattr(model.config, "rope_parameters", None))
     rotaries = [place.module for place in rotary_places(model)]
     if not groups or not rotaries or not all(hasattr(rotary, "rope_type") for rotary in rotaries):
@@ -61,6 +62,21 @@ def check_rope(model: Any, name: str) -> None:
             )
     if trained_window(model.config) is None:
         raise ValueError(f"The config of {name} does not say how long its window is; give --rope-scaling none.")
+    for kind in kinds:
+        config = scaled_rope(model.config, kind, 2.0, rotated_channels(model))
+        try:
+            with torch.device("meta"):
+                scaled = type(model)(config)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"Transformers has no {kind} RoPE for {name} ({type(error).__name__}: {error}); leave it out of --rope-scaling."
+            ) from error
+        # Some make a part of their rotations from other fields.
+        if any(place.module.config.rope_parameters != config.rope_parameters for place in rotary_places(scaled)):
+            raise ValueError(
+                f"{name} makes its RoPE from more than rope_parameters, so {kind} would miss some of it; leave it out of "
+                "--rope-scaling."
+            )
 
 
 def scaled_rope(config: Any, kind: str, factor: float, rotated: dict[str | None, int]) -> Any:
@@ -138,4 +154,7 @@ def reach(model: Any) -> int | None:
         sines = getattr(getattr(rotary, "rotary", rotary), "embed_positions", None)
         if is_used and isinstance(sines, torch.Tensor):
             ends.append(len(sines))
+    # ALiBi there is a table.
+    if model.config.model_type == "mpt":
+        ends.append(model.config.max_seq_len)
     return min(ends, default=None)

@@ -30,6 +30,7 @@ from .provenance import sha256
 from .retrieval import check_tokenizer, draw_samples, measure_retrieval, settle, smallest_length
 from .retrieval_tasks import DIGITS
 from .text import beginning, leading_tokens
+from .verify import quiet_transformers
 
 
 def evaluate(
@@ -49,6 +50,7 @@ def evaluate(
     text_tokens: int | None = None,
     batch_size: int | None = None,
     bench: str | Path | None = None,
+    report: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure causal language models at several lengths and write what was found, and a report, to a folder.
@@ -56,7 +58,7 @@ def evaluate(
     Args:
         models: folders of converted or stock models.
         out: `results.json` is written there anew after each model, length and task; a run that was stopped goes on there.
-        against: the folder of their source, which is measured as well.
+        against: the folder of their source, which is measured as well, and whose tokenizer is that of models without one.
         lengths: tokens of a window, and of a prompt with its answer.
         tasks: some of "perplexity", "passkey", "multikey", "multiquery", "multivalue", "variable-tracking"; default
             "passkey", and with text "perplexity" before it.
@@ -73,6 +75,7 @@ def evaluate(
         text_tokens: at most so many of the text, from its beginning; default 32,768, or twice the longest length.
         batch_size: sequences at a time; default up to 8,192 tokens.
         bench: a file of `hf-drope bench --json`, for the report's table of costs.
+        report: whether to write `report.html` and its figures at the end.
 
     Returns:
         What `results.json` holds.
@@ -104,9 +107,13 @@ def evaluate(
     if bench is not None and not Path(bench).is_file():
         raise ValueError(f"There is no file {bench}; hf-drope bench --json FILE writes one.")
     models = [models] if isinstance(models, str | Path) else list(models)
-    subjects = find_subjects(models, against, settings)
-    run = _Run(subjects, settings, text_files, Path(out), progress)
-    run.all()
+    with quiet_transformers():
+        run = _Run(find_subjects(models, against, settings), settings, text_files, Path(out), progress)
+        run.all()
+    if report:
+        from .report import write_report
+
+        write_report(out, bench)
     return run.results.content
 
 
@@ -131,9 +138,12 @@ class _Run:
         self.results = ResultsFile(out, settings.to_dict(), told, models)
         self._loaded: tuple[Any, Any] = (None, None)
 
+    def _one_a_folder(self) -> list[Subject]:
+        return list({subject.folder: subject for subject in reversed(self.subjects)}.values())[::-1]
+
     def _check_prompts(self) -> None:
         shortest = min(self.settings.lengths)
-        for subject in self.subjects:
+        for subject in self._one_a_folder():
             tokenizer = self.tokenizers[subject.folder]
             for task, samples in self.samples.items():
                 check_tokenizer(samples, tokenizer, subject.name)
@@ -147,7 +157,7 @@ class _Run:
     def _read_text(self, files: Sequence[str | Path]) -> torch.Tensor:
         """The text as token ids, the same for every model."""
         first, found = self.subjects[0], None
-        for subject in self.subjects:
+        for subject in self._one_a_folder():
             ids = leading_tokens(files, self.tokenizers[subject.folder], self.settings.text_tokens)
             if found is None:
                 found = ids
@@ -217,7 +227,7 @@ class _Run:
                 )
             samples = self.samples[unit.task]
             return measure_retrieval(model, tokenizer, samples, unit.length, batch_size=rows, advance=advance)
-        except (IndexError, RuntimeError) as error:
+        except (IndexError, KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{unit.subject.name} stops at {unit.task} at length {unit.length}: {str(error).splitlines()[0]}"
             ) from error

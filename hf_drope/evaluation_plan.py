@@ -37,6 +37,8 @@ from .retrieval_tasks import TASKS
 PERPLEXITY = "perplexity"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TEXT_TOKENS = 32768
+# What the files of a tokenizer are called.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 # Without a batch size: as many rows as make this many tokens, at most so many.
 _BATCH_TOKENS, _BATCH_ROWS = 8192, 8
 
@@ -197,7 +199,7 @@ def _scalings(subject: Subject, model: Any, settings: Settings, is_base: bool) -
     """The baselines of a stock model, or the stretched variants of a converted one."""
     name = subject.name
     if is_base and settings.rope_scaling:
-        check_rope(model, name)
+        check_rope(model, name, settings.rope_scaling)
         base = dataclasses.replace(subject, base=name, role="baseline", rotated=rotated_channels(model))
         return [dataclasses.replace(base, name=f"{name} + {kind}", scaling=kind) for kind in settings.rope_scaling]
     if settings.position_scaling and is_disentangled(subject.config):
@@ -257,8 +259,25 @@ def _refuse_encoder(content: dict[str, Any], given: str) -> None:
 
 
 def load_tokenizers(subjects: Sequence[Subject]) -> dict[Path, Any]:
-    """The tokenizer of each folder."""
-    return {folder: load_tokenizer(folder) for folder in dict.fromkeys(subject.folder for subject in subjects)}
+    """The tokenizer of each folder; where one has none, the source's.
+
+    Raises:
+        ValueError: there is none.
+    """
+    source = next((subject.folder for subject in subjects if subject.role == "source"), None)
+    tokenizers: dict[Path, Any] = {}
+    for subject in subjects:
+        home = subject.folder if _has_tokenizer(subject.folder) or source is None else source
+        if not _has_tokenizer(home):
+            raise ValueError(f"{subject.given} has no tokenizer; save one there, as tokenizer.save_pretrained does.")
+        if home not in tokenizers:
+            tokenizers[home] = load_tokenizer(home)
+        tokenizers[subject.folder] = tokenizers[home]
+    return tokenizers
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def identity(settings: dict[str, Any], text: dict[str, Any] | None, models: Sequence[dict[str, Any]]) -> str:

@@ -11,9 +11,7 @@ from typing import Any
 
 from .evaluation_plan import PERPLEXITY, Unit, comparable, fixed, identity
 from .provenance import provenance
-
-RESULTS = "results.json"
-FORMAT = 1
+from .report import FORMAT, RESULTS
 
 
 class ResultsFile:

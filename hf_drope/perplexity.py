@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 # Logits held at a time are those of this many tokens.
-CHUNK = 1024
+CHUNK = 512
 _BIN = 64
 
 

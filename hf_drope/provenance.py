@@ -21,6 +21,7 @@ def provenance() -> dict[str, Any]:
     import torch
     import transformers
 
+    program = Path(sys.argv[0]).name
     return {
         "hf_drope": __version__,
         "git_revision": git_revision(),
@@ -29,7 +30,7 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": ["hf-drope" if program == "__main__.py" else program, *sys.argv[1:]],
     }
 
 

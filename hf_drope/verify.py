@@ -113,15 +113,15 @@ def verify_checkpoint(
     ]
     if run.is_whole_rope_taken_apart():
         steps.insert(3, ("source with RoPE back on the content", run.equals_source_with_content_rotated))
-    with _quiet_transformers():
+    with quiet_transformers():
         for name, check in tqdm(steps, desc="verify", disable=None if progress else True, file=sys.stderr):
             report.checks.append(Check(name, *check()))
     return report
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    # Position parameters are left out of one model on purpose; its load report would call that unexpected.
+def quiet_transformers() -> Iterator[None]:
+    """Without warnings for the length of the block: of parameters left out on purpose, of lengths beyond the window."""
     import transformers
 
     before = transformers.logging.get_verbosity()

@@ -20,6 +20,7 @@ FLOORS = [
         "drope_parameters",
         "fp32_module",
         "hardware",
+        "lowest",
         "model_types",
         "packed_documents",
         "position_shapes",
@@ -34,12 +35,14 @@ FLOORS = [
     {"attention_drope"},
     {"installation"},
     {"modeling_drope"},
-    {"checkpoint", "lowest", "schedule", "sharding", "model_card", "provenance", "retrieval_tasks", "text"},
-    {"checkpoint_writing", "conversion_additions", "new_folder"},
-    {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"},
-    {"convert", "distill", "resume", "stock_config", "query_scale", "gguf_tokenizer"},
-    {"layer_fit", "output_descent"},
-    {"calibration", "perplexity", "retrieval", "training", "report", "export", "verify"},
+    {"checkpoint", "schedule", "sharding", "model_card", "provenance", "retrieval_tasks", "text"}
+    | {"report_numbers", "report_page"},
+    {"checkpoint_writing", "conversion_additions", "new_folder", "report_drawing"},
+    {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"}
+    | {"report_figures", "report_inside"},
+    {"convert", "distill", "resume", "stock_config", "query_scale", "gguf_tokenizer", "report_tables"},
+    {"layer_fit", "output_descent", "report"},
+    {"calibration", "perplexity", "retrieval", "training", "export", "verify"},
     {"context_scaling", "gguf_export", "model_facts"},
     {"adapters", "attention_scale_fit", "folder_calibration", "recalibration_plan"},
     {"evaluation_plan", "folder_attention_scale"},
@@ -55,27 +58,31 @@ FLOORS = [
     {"__main__"},
 ]
 # Read by everyone, so that a command line that only reads files need not import torch.
-LIGHT = {
-    "configuration_drope",
-    "drope_parameters",
-    "position_shapes",
-    "schedule",
-    "model_card",
-    "text",
-    "cli",
-    "commands",
-} | {
-    "checkpoint",
-    "checkpoint_writing",
-    "new_folder",
-    "conversion_additions",
-    "conversion_plan",
-    "convert",
-    "export",
-    "gguf_export",
-    "gguf_tokenizer",
-    "stock_config",
-}
+LIGHT = (
+    {
+        "configuration_drope",
+        "drope_parameters",
+        "position_shapes",
+        "schedule",
+        "model_card",
+        "text",
+        "cli",
+        "commands",
+    }
+    | {
+        "checkpoint",
+        "checkpoint_writing",
+        "new_folder",
+        "conversion_additions",
+        "conversion_plan",
+        "convert",
+        "export",
+        "gguf_export",
+        "gguf_tokenizer",
+        "stock_config",
+    }
+    | {"report", "report_drawing", "report_figures", "report_inside", "report_numbers", "report_page", "report_tables"}
+)
 PUBLIC = [
     "Distillation",
     "DroPECallback",

@@ -1,0 +1,157 @@
+"""What the reference experiment reads: prose of Python's standard library, and rows that ask for numbers said before.
+
+Nothing is downloaded. Every tenth source file is held out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from hf_drope import retrieval_tasks as tasks
+
+WINDOW = 256
+DIGITS = 4
+VOCABULARY = 2048
+_NOT_ASKED = -100
+_ANSWERS = re.compile(r"Answer: [^\n]*? (?:is|are)( [^\n]*)|number of the \w+ \w+ is( \d+\.)")
+
+
+def standard_library() -> tuple[list[str], list[str]]:
+    """Source files for training, and held out."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    files = [file for file in files if not {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(file.parts)]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return [text for number, text in enumerate(texts) if number % 10], texts[::10]
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a token a digit, trained on the texts and on what the tasks say."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    haystack = " ".join(itertools.islice(tasks.haystack("tokenizer"), 20_000))
+    samples = (tasks.make_sample(task, seed=0, index=i, trials=300) for task in tasks.TASKS for i in range(300))
+    asked = "".join(sample.instruction + sample.text(2) + sample.answer for sample in samples)
+    tokenizer.train_from_iterator([*(text[:20_000] for text in texts), haystack, asked], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+
+
+def prose_tokens(tokenizer: Any, texts: list[str]) -> Tensor:
+    end = tokenizer.eos_token_id
+    return torch.tensor([i for text in texts for i in [*tokenizer(text, verbose=False)["input_ids"], end]])
+
+
+class Rows:
+    """Batches of rows of `WINDOW` tokens: one half prose, the other half rows that ask.
+
+    `drill` is the share of asking rows that ask soon after and often, with little between: what recall is learned from first.
+    Only answers have labels in a row that asks.
+    """
+
+    def __init__(self, tokenizer: Any, prose: Tensor, seed: int) -> None:
+        self.tokenizer, self.prose = tokenizer, prose
+        self.draw = random.Random(seed)
+        # A prompt of the tasks begins with the same words.
+        self.begin = [
+            tokenizer.bos_token_id,
+            *self._ids(tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction),
+        ]
+
+    def batch(self, size: int, drill: float, length: int = WINDOW) -> list[dict[str, Tensor]]:
+        """Rows of {"input_ids", "labels"}, both (length,)."""
+        rows = []
+        for number in range(size):
+            if number % 2:
+                start = self.draw.randrange(len(self.prose) - length)
+                ids = self.prose[start : start + length]
+                rows.append({"input_ids": ids, "labels": ids})
+            else:
+                rows.append(self._drill(length) if self.draw.random() < drill else self._asking(length))
+        return rows
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _asked(self, text: str, start: int = 0) -> tuple[list[int], list[int]]:
+        """Tokens of `text`, and labels for those of its answers that begin at or after the character `start`."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = [match.span(match.lastindex) for match in _ANSWERS.finditer(text) if match.start() >= start]
+        inside = [any(a <= first and last <= b for a, b in spans) for first, last in encoded["offset_mapping"]]
+        ids = encoded["input_ids"]
+        return ids, [token if asked else _NOT_ASKED for token, asked in zip(ids, inside, strict=True)]
+
+    def _pairs(self, count: int) -> list[tuple[str, str]]:
+        return list(zip(tasks.draw_keys(self.draw, count), tasks.draw_numbers(self.draw, count, DIGITS), strict=True))
+
+    def _drill(self, length: int) -> dict[str, Tensor]:
+        """Two to four facts and the same facts again in another order, over and over with new ones."""
+        ids, labels = [self.tokenizer.bos_token_id], [_NOT_ASKED]
+        while len(ids) < length:
+            pairs = self._pairs(self.draw.randint(2, 4))
+            facts = " ".join(tasks.fact(*pair) for pair in pairs)
+            again = self.draw.sample(pairs, len(pairs))
+            if self.draw.random() < 0.5:
+                text = f" {facts} " + " ".join(tasks.fact(*pair) for pair in again)
+            else:
+                text = f" {facts}" + "".join(f"{tasks.ask(key)} {value}." for key, value in again)
+            more, asked = self._asked(text, start=len(facts) + 1)
+            ids, labels = ids + more, labels + asked
+        return self._row(ids, labels, length)
+
+    def _asking(self, length: int) -> dict[str, Tensor]:
+        """Facts among a haystack, and questions: one for each of some names, one for several at once, or for all of one name's."""
+        pairs = self._pairs(self.draw.randint(1, 6))
+        kind = self.draw.random()
+        if kind < 0.15 and len(pairs) > 1:
+            pairs = [(pairs[0][0], value) for _, value in pairs[:4]]
+            question = f"{tasks.ask_all(pairs[0][0])} {_listing(pairs)}."
+        elif kind < 0.35 and len(pairs) > 1:
+            asked = self.draw.sample(pairs, min(len(pairs), 4))
+            question = f"{tasks.ask(*(key for key, _ in asked))} {_listing(asked)}."
+            self.draw.shuffle(pairs)
+        else:
+            asked = self.draw.sample(pairs, min(len(pairs), 4))
+            question = "".join(f"{tasks.ask(key)} {value}." for key, value in asked)
+        answers, labels = self._asked(question)
+        lines = [tasks.fact(*pair) for pair in pairs]
+        room = length - len(self.begin) - len(answers)
+        for sentence in tasks.haystack(str(self.draw.random())):
+            longer = list(lines)
+            # Anywhere but among one name's numbers' order, which an answer keeps: inserting keeps it.
+            longer.insert(self.draw.randint(0, len(lines)), sentence)
+            if len(self._ids(" ".join(longer))) > room:
+                break
+            lines = longer
+        body = self._ids(" ".join(lines))
+        if len(body) > room:
+            return self._asking(length)
+        ids = self.begin + body + answers
+        return self._row(ids, [_NOT_ASKED] * (len(ids) - len(answers)) + labels, length)
+
+    def _row(self, ids: list[int], labels: list[int], length: int) -> dict[str, Tensor]:
+        missing = length - len(ids)
+        ids, labels = ids + [self.tokenizer.eos_token_id] * missing, labels + [_NOT_ASKED] * missing
+        return {"input_ids": torch.tensor(ids[:length]), "labels": torch.tensor(labels[:length])}
+
+
+def _listing(pairs: list[tuple[str, str]]) -> str:
+    *first, last = (value for _, value in pairs)
+    return f"{', '.join(first)} and {last}" if first else last
