@@ -40,6 +40,8 @@ _WEAKEST, _STRONGEST = 0.1, 4.0
 # A length is run this often, as a rule: constants, coefficients and without.
 _TRIALS = 9
 _BATCH_TOKENS = 8192
+# Neighbouring tokens are not independent; the means of so many are taken to be.
+_BLOCK = 512
 
 
 @dataclass
@@ -116,7 +118,7 @@ def fit_attention_scale(
     """Fit the coefficient of the growing attention scale to held-out text, and set it in `model`.
 
     What is set is nowhere worse than no scale, at any of the lengths, and better by more than the 95 % interval of the gain, in
-    blocks of half the window; otherwise the model is left without a scale. A growing scale that it had is replaced.
+    blocks of 512 tokens or half the window; otherwise the model is left without a scale. A growing scale that it had is replaced.
 
     Args:
         model: a converted causal language model, in memory.
@@ -379,9 +381,9 @@ class _Fit:
         return [length for length in self.lengths if grown[length].mean() > none[length].mean()]
 
     def gain(self, coefficient: float) -> tuple[float, float | None]:
-        """Nats a token gained over no scale, and half the 95 % interval, by blocks of half a window; None for one block."""
+        """Nats a token gained over no scale, and half the 95 % interval, by blocks of tokens; None for one block."""
         gains = self.mean(0.0) - self.mean(coefficient)
-        size = max(1, self.window // 2)
+        size = min(_BLOCK, max(1, self.window // 2))
         blocks = [block.mean().item() for block in gains.split(size) if len(block) == size]
         noise = half_width(blocks)
         return gains.mean().item(), noise if math.isfinite(noise) else None

@@ -148,12 +148,14 @@ def _plan(
 def _store(folder: Path, report: AttentionScaleReport, made_from: dict[str, Any]) -> None:
     """Write config and record, and take the record back where the config cannot follow."""
     config = checkpoint.read_json(folder / _CONFIG)
-    settings = DroPEParameters.from_dict(config["drope_parameters"]).replace(attention_scale=report.attention_scale)
+    before = DroPEParameters.from_dict(config["drope_parameters"])
+    settings = before.replace(attention_scale=report.attention_scale)
     config["drope_parameters"] = settings.to_dict()
-    config["auto_map"] = {**config.get("auto_map", {}), **auto_map(config["model_type"], settings)}
+    if settings.needs_own_attention != before.needs_own_attention:
+        config["auto_map"] = {**config.get("auto_map", {}), **auto_map(config["model_type"], settings)}
     path = folder / RECORD
-    before = path.read_bytes() if path.is_file() else None
-    record = {} if before is None else json.loads(before)
+    old = path.read_bytes() if path.is_file() else None
+    record = {} if old is None else json.loads(old)
     # It tells of the weights it was fitted to, which may be trained on.
     weights = checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
     record["attention_scale"] = {**report.to_dict(), **made_from, "weights": weights}
@@ -162,10 +164,10 @@ def _store(folder: Path, report: AttentionScaleReport, made_from: dict[str, Any]
             _replace(path, _json(record))
             _replace(folder / _CONFIG, _json(config))
         except BaseException:
-            if before is None:
+            if old is None:
                 path.unlink(missing_ok=True)
             else:
-                _replace(path, before)
+                _replace(path, old)
             raise
 
 

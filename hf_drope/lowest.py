@@ -50,11 +50,14 @@ def find_lowest(
 
 
 def _floor(points: dict[float, float]) -> float | None:
-    """Where the parabola through the lowest point and its neighbours is lowest; None where that is not between them."""
+    """Where the parabola through the lowest point and its neighbours is lowest, or half-way from a lowest point at a bound.
+
+    None where the three lie on a line.
+    """
     xs = sorted(points)
     place = xs.index(min(xs, key=points.__getitem__))
     if not 0 < place < len(xs) - 1:
-        return None
+        return (xs[place] + xs[1 if place == 0 else -2]) / 2
     x0, x1, x2 = xs[place - 1 : place + 2]
     left, right = (points[x0] - points[x1]) / (x0 - x1), (points[x2] - points[x1]) / (x2 - x1)
     if not left < right < math.inf or left == -math.inf:
