@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import hf_drope.folder_attention_scale as folder_room
 from hf_drope import (
+    DroPEParameters,
     apply_drope,
     convert_checkpoint,
     fit_attention_scale,
@@ -26,6 +27,7 @@ from hf_drope import (
     verify_checkpoint,
 )
 from hf_drope.cli import main
+from hf_drope.configuration_drope import auto_map
 from hf_drope.conversion_plan import RECORD
 from hf_drope.export import plan_export
 from hf_drope.lowest import find_lowest
@@ -315,6 +317,8 @@ def test_a_folder_gets_the_setting_and_the_record_and_nothing_else_changes(prese
     scale = {"coefficient": report.coefficient, "original_max_position_embeddings": WINDOW}
     assert now["drope_parameters"] == {**was["drope_parameters"], "attention_scale": scale}
     assert {**now, "drope_parameters": None, "auto_map": None} == {**was, "drope_parameters": None, "auto_map": None}
+    # Engines are told that their own attention would leave the scale out.
+    assert now["auto_map"] == auto_map("llama_drope", DroPEParameters.from_dict(now["drope_parameters"]))
     old, new = json.loads(before[RECORD]), json.loads(after[RECORD])
     found = new.pop("attention_scale")
     assert new == old
