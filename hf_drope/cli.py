@@ -77,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--overwrite", action="store_true", help="replace a target that is not empty")
     sub.add_argument("--calibrate", action="store_true", help="calibrate the bias on --text in one go")
     _add_calibration(sub, required=False)
+    sub.add_argument(
+        "--base-model", metavar="REPO", help="the source's repository for the model card, as NAME or NAME@REVISION"
+    )
+    _add_push(sub)
     sub.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     sub = command(
@@ -161,7 +165,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
+    _add_push(sub)
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    sub = command("card", commands.card, "Refill a converted checkpoint's model card from its records.")
+    sub.add_argument("path", metavar="MODEL", help="a converted checkpoint folder")
+    sub.add_argument("--results", metavar="FILE", help="results.json of hf-drope evaluate, to keep in the folder")
+    sub.add_argument("--out", metavar="FILE", help="write the card there and change nothing in the folder")
+    _add_push(sub)
 
     sub = command(
         "demo", commands.demo, "The whole story on a small Llama: train with RoPE, convert, recalibrate, compare."
@@ -229,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: up to 8192 tokens)")
     sub.add_argument(
         "--bench", metavar="FILE", help="what hf-drope bench --json wrote, for the report's table of costs"
+    )
+    sub.add_argument(
+        "--update-card", action="store_true", help="put the numbers into each converted folder and its model card"
     )
     sub.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -312,6 +326,11 @@ def _add_attention_scale(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="float32, bfloat16 or float16, of the model in this fit (default: float32)")
 
 
+def _add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--push-to-hub", metavar="REPO", help="upload the finished folder to this repository")
+    parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
@@ -327,6 +346,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    arguments.argv = ["hf-drope", *(sys.argv[1:] if argv is None else argv)]
     try:
         return arguments.run(arguments)
     except (ValueError, OSError, ImportError) as error:

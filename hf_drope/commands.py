@@ -71,7 +71,9 @@ def export(arguments: argparse.Namespace) -> int:
 def convert(arguments: argparse.Namespace) -> int:
     from .conversion_plan import plan_conversion
     from .convert import convert_checkpoint
+    from .model_card import shown_command
 
+    _check_push(arguments)
     plan = plan_conversion(arguments.source, _parameters(arguments))
     if not arguments.calibrate and (arguments.text or _calibration(arguments)):
         raise ValueError(
@@ -83,12 +85,15 @@ def convert(arguments: argparse.Namespace) -> int:
 
         check_calibration(plan.source, plan.parameters, arguments.text or (), **_calibration(arguments))
     if not arguments.dry_run:
-        convert_checkpoint(plan, arguments.target, overwrite=arguments.overwrite)
+        command = shown_command(arguments.argv)
+        convert_checkpoint(
+            plan, arguments.target, overwrite=arguments.overwrite, base_model=arguments.base_model, command=command
+        )
         if arguments.calibrate:
             _no_bars_in_a_log()
             try:
                 report = calibrate_checkpoint(
-                    arguments.target, arguments.source, arguments.text, **_calibration(arguments)
+                    arguments.target, arguments.source, arguments.text, **_calibration(arguments), command=command
                 )
             except ValueError as error:
                 target = arguments.target
@@ -102,6 +107,7 @@ def convert(arguments: argparse.Namespace) -> int:
         if report:
             print(report.describe())
         print("nothing written (dry run)" if arguments.dry_run else f"written to {arguments.target}")
+    _push(arguments, arguments.target)
     return 0
 
 
@@ -118,17 +124,21 @@ def calibrate(arguments: argparse.Namespace) -> int:
         )
     from .folder_attention_scale import check_attention_scale, fit_checkpoint_attention_scale
     from .folder_calibration import calibrate_checkpoint
+    from .model_card import shown_command
 
     _no_bars_in_a_log()
+    command = shown_command(arguments.argv)
     reports: dict[str, Any] = {}
     if arguments.attention_scale:
         check_attention_scale(arguments.path, arguments.text, **scale)
     if arguments.source is not None:
         reports["bias"] = calibrate_checkpoint(
-            arguments.path, arguments.source, arguments.text, **_calibration(arguments)
+            arguments.path, arguments.source, arguments.text, **_calibration(arguments), command=command
         )
     if arguments.attention_scale:
-        reports["attention_scale"] = fit_checkpoint_attention_scale(arguments.path, arguments.text, **scale)
+        reports["attention_scale"] = fit_checkpoint_attention_scale(
+            arguments.path, arguments.text, **scale, command=command
+        )
     if not arguments.json:
         print("\n".join(report.describe() for report in reports.values()))
     elif len(reports) == 1:
@@ -170,9 +180,11 @@ def _leave_processes() -> None:
 
 
 def recalibrate(arguments: argparse.Namespace) -> int:
+    from .model_card import shown_command
     from .recalibrate import recalibrate
     from .schedule import DroPESchedule
 
+    _check_push(arguments)
     _no_bars_in_a_log()
     stages: dict[str, Any] = {
         name: getattr(arguments, name) for name in ("warmup", "transition") if getattr(arguments, name) is not None
@@ -207,6 +219,7 @@ def recalibrate(arguments: argparse.Namespace) -> int:
         bf16=arguments.bf16,
         dry_run=arguments.dry_run,
         announce=lambda plan: print(plan, file=sys.stderr if arguments.json else sys.stdout, flush=True),
+        command=shown_command(arguments.argv),
     )
     _leave_processes()
     if not summary:
@@ -220,7 +233,56 @@ def recalibrate(arguments: argparse.Namespace) -> int:
     else:
         for key, value in summary.items():
             print(f"{key}: {value}")
+    _push(arguments, arguments.out)
     return 0
+
+
+def _check_push(arguments: argparse.Namespace) -> None:
+    """Refuse what the Hub would refuse after the work, before it."""
+    if arguments.push_to_hub is None:
+        if arguments.private:
+            raise ValueError("--private belongs to --push-to-hub; give that as well.")
+        return
+    from .hub_upload import check_repository
+
+    check_repository(arguments.push_to_hub)
+
+
+def _push(arguments: argparse.Namespace, folder: str) -> None:
+    if arguments.push_to_hub is None or getattr(arguments, "dry_run", False):
+        return
+    from .hub_upload import upload
+
+    address = upload(folder, arguments.push_to_hub, private=arguments.private)
+    print(f"uploaded to {address}", file=sys.stderr if getattr(arguments, "json", False) else sys.stdout)
+
+
+def card(arguments: argparse.Namespace) -> int:
+    from .model_card import update_card, write_card
+
+    _check_push(arguments)
+    results = None if arguments.results is None else _read_results(arguments.results)
+    if arguments.out is not None:
+        if arguments.push_to_hub is not None:
+            raise ValueError("--out leaves the folder as it is, and --push-to-hub uploads it; give one of them.")
+        write_card(arguments.path, arguments.out, results)
+        print(f"written to {arguments.out}")
+        return 0
+    print(f"written to {update_card(arguments.path, results)}")
+    _push(arguments, arguments.path)
+    return 0
+
+
+def _read_results(file: str) -> dict[str, Any]:
+    from .checkpoint import read_json
+
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is no file; give the results.json that hf-drope evaluate wrote.")
+    results = read_json(Path(file))
+    missing = [key for key in ("provenance", "settings", "models", "perplexity", "retrieval") if key not in results]
+    if missing:
+        raise ValueError(f"{file} has no {missing[0]}, so it is not the results.json of hf-drope evaluate.")
+    return results
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -266,6 +328,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     else:
         print(describe(results))
         print(f"\nwritten to {arguments.out}")
+    if arguments.update_card:
+        from .model_card import update_cards
+
+        for card in update_cards(results):
+            print(f"written to {card}", file=sys.stderr if arguments.json else sys.stdout)
     return 0
 
 

@@ -1,7 +1,8 @@
 """The plan of a conversion: what would be written, dropped and added, from JSON and weight headers alone.
 
 Everything that can be refused is refused here. A shard without a dropped key is copied as bytes; new position parameters go
-to one small shard of their own; every other file stays as it is, except `config.json` and the code that travels along.
+to one small shard of their own; every other file stays as it is, except `config.json`, the code that travels along, and the
+source's model card, which makes room for ours under another name.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .configuration_drope import (
 )
 from .conversion_additions import Additions, ConversionError, find_additions, what_stands_in_the_way
 from .drope_parameters import DroPEParameters
+from .model_card import CARD, EVALUATION_RECORD, RECORD, TRAINING_RECORD, free_source_card
 from .model_types import SUPPORTED_MODEL_TYPES
 
-RECORD = "drope_conversion.json"
 _DROPPED = (
     (re.compile(r"(^|\.)rotary_emb\.((\w+_)?inv_freq|(cos|sin)_cached)$|\.attn\.embed_positions$"), "rotary buffer"),
     (re.compile(r"(^|\.)(attn|attention|crossattention)\.(bias|masked_bias|causal_mask)$"), "causal mask buffer"),
@@ -88,6 +89,15 @@ class ConversionPlan:
         return self.additions.shapes
 
     @property
+    def source_card(self) -> str | None:
+        """Where the source's own model card goes; None where it has none."""
+        return free_source_card(set(self.copied)) if CARD in self.copied else None
+
+    def target_name(self, name: str) -> str:
+        """The name under which one of the `copied` files arrives."""
+        return self.source_card or name if name == CARD else name
+
+    @property
     def bytes(self) -> int:
         """Bytes to write, the copied files included."""
         files = sum((self.source / name).stat().st_size for name in self.copied)
@@ -106,6 +116,7 @@ class ConversionPlan:
             "dropped": self.dropped,
             "added": self.added,
             "copied": list(self.copied),
+            "source_card": self.source_card,
             "left_out": self.left_out,
             "bytes": self.bytes,
         }
@@ -124,7 +135,11 @@ class ConversionPlan:
         if self.added:
             numbers = sum(map(math.prod, self.added.values()))
             lines.append(f"  added: {len(self.added)} position tensors, {numbers} numbers, in {self.extra_shard}")
-        lines.append(f"  {len(self.copied)} other files unchanged, {len(TRAVELLING_FILES)} code files, {RECORD}")
+        lines.append(
+            f"  {len(self.copied)} other files unchanged, {len(TRAVELLING_FILES)} code files, {RECORD}, {CARD}"
+        )
+        if self.source_card:
+            lines.append(f"  {CARD} → {self.source_card}: a model card takes its place")
         lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
         return "\n".join(lines)
 
@@ -337,7 +352,7 @@ def _plan_files(source: Path, weights: set[str]) -> tuple[tuple[str, ...], dict[
                 left_out[relative] = "left over from training"
             elif _WEIGHTS.search(name):
                 left_out[relative] = "weights in another file or format"
-            elif relative in TRAVELLING_FILES or relative == RECORD:
+            elif relative in (*TRAVELLING_FILES, RECORD, TRAINING_RECORD, EVALUATION_RECORD):
                 left_out[relative] = "written anew"
             elif not Path(folder, name).is_file():
                 left_out[relative] = "broken link or not a regular file"

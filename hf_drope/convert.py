@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,20 @@ from .conversion_plan import (
     why_dropped,
 )
 from .drope_parameters import DroPEParameters
+from .model_card import hub_origin, update_card
 from .new_folder import new_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
 
 def convert_checkpoint(
-    plan: ConversionPlan, dst: str | Path, *, overwrite: bool = False, progress: bool = True
+    plan: ConversionPlan,
+    dst: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+    base_model: str | None = None,
+    command: Sequence[str] | None = None,
 ) -> Path:
     """Execute a plan: the converted checkpoint appears at `dst`, complete, or not at all.
 
@@ -46,6 +53,9 @@ def convert_checkpoint(
         plan: from `plan_conversion`.
         dst: target folder; must not exist or be empty, unless `overwrite`.
         progress: show a bar by bytes where standard error is a terminal.
+        base_model: the source's repository for the record and the model card, as name or name@revision; default what a
+            snapshot folder of huggingface_hub says, if the source is one.
+        command: the command line for the record.
 
     Raises:
         ConversionError: the target is refused, or there is not enough space; nothing was written.
@@ -53,6 +63,8 @@ def convert_checkpoint(
     target = check_target(plan.source, dst, plan.bytes, overwrite)
     with termination_raises(), new_folder(target) as work:
         _write(plan, work, progress)
+        _write_json(work / RECORD, _record(plan, base_model, command))
+        update_card(work)
     for reason, count in Counter(plan.dropped.values()).items():
         logger.info("%d × %s left out of %s", count, reason, target.name)
     return target
@@ -133,21 +145,24 @@ def _write(plan: ConversionPlan, work: Path, progress: bool) -> None:
         if len(set(weight_map.values())) > 1:
             checkpoint_writing.write_index(work, weight_map, total)
         for name in plan.copied:
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            checkpoint_writing.copy_file(plan.source / name, work / name, bar.update)
+            copy = work / plan.target_name(name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint_writing.copy_file(plan.source / name, copy, bar.update)
     for name in TRAVELLING_FILES:
         shutil.copyfile(Path(__file__).parent / name, work / name)
     _write_json(work / "config.json", plan.config)
-    _write_json(work / RECORD, _record(plan))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _record(plan: ConversionPlan) -> dict[str, Any]:
+def _record(plan: ConversionPlan, base_model: str | None, command: Sequence[str] | None) -> dict[str, Any]:
     config = (plan.source / "config.json").read_bytes()
+    origin = hub_origin(plan.source, base_model)
     return {
+        **({"command": list(command)} if command else {}),
+        **({"base_model": origin} if origin else {}),
         "source": plan.source.resolve().name,
         "source_config_sha256": hashlib.sha256(config).hexdigest(),
         "source_fingerprint": checkpoint.fingerprint(checkpoint.read_checkpoint(plan.source)),

@@ -6,6 +6,7 @@ same extra tokens: the converted one and, as the honest yardstick, the RoPE mode
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -17,15 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_drope  # noqa: F401  (registers the classes)
 
 from .conversion_plan import ConversionError, plan_conversion
 from .convert import convert_checkpoint
 from .drope_parameters import DroPEParameters
+from .model_card import record_training, update_card
 from .training import DroPECallback, DroPETrainer
 
 WINDOW = 128
@@ -68,6 +78,7 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         bar.set_description("train with RoPE")
         rope = _pretrain(train, steps, bar)
         rope.save_pretrained(folder / "rope")
+        byte_tokenizer().save_pretrained(folder / "rope")
 
         plan = plan_conversion(folder / "rope", parameters)
         convert_checkpoint(plan, folder / "converted", progress=False)
@@ -77,6 +88,9 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         bar.set_description("recalibrate in stages")
         _train(converted, train, more, folder / "trainer", bar, staged=True)
         converted.save_pretrained(folder / "converted")
+        run = {"tokens": more * _BATCH * WINDOW, "steps": more, "text": "the source code of Python's standard library"}
+        record_training(folder / "converted", folder / "converted", run)
+        update_card(folder / "converted")
         bar.set_description("RoPE on the same tokens")
         _train(rope, train, more, folder / "trainer", bar, staged=False)
         rows["RoPE, trained on the same tokens"] = _by_length(rope, held_out, bar)
@@ -104,6 +118,18 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         f"picture: {picture}" if picture else "no picture: install the 'plot' extra for matplotlib",
     ]
     return "\n".join(lines)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the bytes of UTF-8, by their numbers."""
+    # Byte-level tokenizers write a byte as the character of its number where that can be seen, else as one of those from 256 on.
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = itertools.count(256)
+    vocabulary = {chr(byte if byte in seen else next(spare)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def _standard_library() -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from .checkpoint import read_json
 from .context_scaling import ROPE_SCALINGS
 from .evaluation_plan import (
     DTYPES,
@@ -27,7 +28,7 @@ from .evaluation_results import ResultsFile
 from .model_facts import model_facts
 from .perplexity import measure_perplexity, window_starts
 from .provenance import sha256
-from .retrieval import check_tokenizer, draw_samples, measure_retrieval, settle, smallest_length
+from .retrieval import check_tokenizer, draw_samples, measure_retrieval, smallest_length
 from .retrieval_tasks import DIGITS
 from .text import beginning, leading_tokens
 from .verify import quiet_transformers
@@ -104,8 +105,8 @@ def evaluate(
     settings.check()
     if PERPLEXITY in settings.tasks and not given_text:
         raise ValueError("perplexity needs text; give it with --text FILE, or leave the task out.")
-    if bench is not None and not Path(bench).is_file():
-        raise ValueError(f"There is no file {bench}; hf-drope bench --json FILE writes one.")
+    if bench is not None and "rows" not in read_json(Path(bench)):
+        raise ValueError(f"{bench} is no file of costs; hf-drope bench --json FILE writes one.")
     models = [models] if isinstance(models, str | Path) else list(models)
     with quiet_transformers():
         run = _Run(find_subjects(models, against, settings), settings, text_files, Path(out), progress)
@@ -214,7 +215,6 @@ class _Run:
         try:
             model, tokenizer = self._model(unit), self.tokenizers[unit.subject.folder]
             rows = self.settings.rows(unit.length)
-            settle(model)
             if self.text is not None and unit.task == PERPLEXITY:
                 return measure_perplexity(
                     model,

@@ -17,9 +17,10 @@ from typing import Any
 from . import checkpoint, checkpoint_writing
 from .configuration_drope import TRAVELLING_FILES, base_model_type, drope_config_class
 from .conversion_additions import ConversionError, read_config
-from .conversion_plan import RECORD, other_files, read_source
+from .conversion_plan import other_files, read_source
 from .convert import check_target, termination_raises
 from .drope_parameters import DroPEParameters
+from .model_card import card_of_export
 from .new_folder import new_folder
 
 _TABLES_ALONE = "model-position.safetensors"
@@ -106,7 +107,7 @@ def plan_export(src: str | Path) -> ExportPlan:
         added_shard=added_shard,
         scale=scale,
         folds={} if math.isclose(scale, 1.0) else _folds(type(form.model), config, weights.tensors),
-        copied=tuple(name for name in other_files(source) if name not in (*TRAVELLING_FILES, RECORD)),
+        copied=tuple(name for name in other_files(source) if name not in TRAVELLING_FILES),
     )
 
 
@@ -201,6 +202,7 @@ def export_checkpoint(plan: ExportPlan, dst: str | Path, *, overwrite: bool = Fa
                 checkpoint_writing.copy_file(plan.source / name, work / name, bar.update)
         text = json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")
+        card_of_export(plan.source, work)
     return target
 
 

@@ -1,4 +1,4 @@
-"""The attention scale of a converted checkpoint folder, fitted and stored in place: config and record change and nothing else."""
+"""The attention scale of a converted checkpoint folder, fitted and stored in place: no weights and no code change."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .convert import termination_raises
 from .drope_parameters import DroPEParameters, unknown
-from .folder_calibration import TOKENS, load_tokenizer, refuse_encoder
-from .provenance import sha256
+from .folder_calibration import TOKENS, load_tokenizer, refresh_card, refuse_encoder, text_hashes
+from .model_card import write_whole
 from .text import leading_tokens
 from .verify import quiet_transformers
 
@@ -54,10 +54,11 @@ def fit_checkpoint_attention_scale(
     tokens: int | None = None,
     dtype: str = "float32",
     progress: bool = True,
+    command: Sequence[str] | None = None,
 ) -> AttentionScaleReport:
     """Fit the attention scale of a converted checkpoint folder and store it there, as `fit_attention_scale` does in memory.
 
-    Its `config.json` gets the setting and `drope_conversion.json` what was found; both are replaced together, or neither.
+    Its `config.json` gets the setting and `drope_conversion.json` what was found; both are replaced together, or neither. The model card is filled anew.
 
     Args:
         model_path: a converted checkpoint folder, calibrated, trained or neither.
@@ -65,6 +66,7 @@ def fit_checkpoint_attention_scale(
         lengths, original_length, progress: as in `fit_attention_scale`.
         tokens: of the text, from its beginning; default 16,384, or twice the longest length.
         dtype: "float32", "bfloat16" or "float16".
+        command: the command line for the record.
 
     Raises:
         ValueError: one sentence on why the folder, the text or the arguments cannot be used; nothing was written.
@@ -83,8 +85,9 @@ def fit_checkpoint_attention_scale(
             original_length=task.window,
             progress=progress,
         )
-    names = [Path(file).name for file in text_files]
-    _store(task.folder, report, {"text": names, "text_sha256": sha256(text_files), "dtype": dtype})
+    made_from = {"text_sha256": text_hashes(text_files), "dtype": dtype}
+    _store(task.folder, report, made_from | ({"command": list(command)} if command else {}))
+    refresh_card(task.folder)
     return report
 
 
@@ -154,31 +157,22 @@ def _store(folder: Path, report: AttentionScaleReport, made_from: dict[str, Any]
     if settings.needs_own_attention != before.needs_own_attention:
         config["auto_map"] = {**config.get("auto_map", {}), **auto_map(config["model_type"], settings)}
     path = folder / RECORD
-    old = path.read_bytes() if path.is_file() else None
+    old = path.read_text(encoding="utf-8") if path.is_file() else None
     record = {} if old is None else json.loads(old)
     # It tells of the weights it was fitted to, which may be trained on.
     weights = checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
     record["attention_scale"] = {**report.to_dict(), **made_from, "weights": weights}
     with termination_raises():
         try:
-            _replace(path, _json(record))
-            _replace(folder / _CONFIG, _json(config))
+            write_whole(path, _json(record))
+            write_whole(folder / _CONFIG, _json(config))
         except BaseException:
             if old is None:
                 path.unlink(missing_ok=True)
             else:
-                _replace(path, old)
+                write_whole(path, old)
             raise
 
 
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

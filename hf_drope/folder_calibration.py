@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .drope_parameters import DroPEParameters
+from .model_card import update_card, write_whole
 from .position_modules import rotary_places
 from .text import text_windows
+
+logger = logging.getLogger(__name__)
 
 TOKENS = 16384
 
@@ -34,6 +37,7 @@ def calibrate_checkpoint(
     output_steps: int | None = None,
     seed: int = 0,
     progress: bool = True,
+    command: Sequence[str] | None = None,
 ) -> CalibrationReport:
     """Calibrate a converted checkpoint folder in place: its position tensors change and nothing else.
 
@@ -44,6 +48,7 @@ def calibrate_checkpoint(
         tokens: in all, rounded down to whole windows.
         length: tokens a window; default the source's context length, at most 8192 and at most half of `tokens`.
         steps, output_steps, seed, progress: as in `calibrate`.
+        command: the command line for the record.
 
     Raises:
         ValueError: one sentence on why the folders, the text or the arguments cannot be used; nothing was written.
@@ -71,7 +76,8 @@ def calibrate_checkpoint(
     report = calibrate(model, source, ids, steps=steps, output_steps=output_steps, seed=seed, progress=progress)
     changed = {name: tensor for name, tensor in model.state_dict().items() if ".position_bias." in name}
     checkpoint_writing.replace_tensors(folder, changed)
-    _write_record(folder, report, text_files)
+    _write_record(folder, report, text_files, command)
+    refresh_card(folder)
     return report
 
 
@@ -172,14 +178,25 @@ def is_source(source: Path, folder: Path) -> bool:
     return known is None or known == checkpoint.fingerprint(checkpoint.read_checkpoint(source))
 
 
-def _write_record(folder: Path, report: CalibrationReport, text_files: Sequence[str | Path]) -> None:
+def refresh_card(folder: Path) -> None:
+    """Refill the model card; one that cannot be refilled does not undo the work that it would tell of."""
+    try:
+        update_card(folder)
+    except (OSError, ValueError) as error:
+        logger.warning("The model card was left as it is: %s", error)
+
+
+def text_hashes(text_files: Sequence[str | Path]) -> dict[str, str]:
+    """SHA-256 of each text file by its name."""
+    return {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
+
+
+def _write_record(
+    folder: Path, report: CalibrationReport, text_files: Sequence[str | Path], command: Sequence[str] | None
+) -> None:
     path = folder / RECORD
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    texts = {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in text_files}
-    record["calibration"] = {**report.to_dict(), "text_sha256": texts}
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    record["calibration"] = {**report.to_dict(), "text_sha256": text_hashes(text_files)}
+    if command:
+        record["calibration"]["command"] = list(command)
+    write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")

@@ -23,8 +23,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .adapters import lora_config
 from .calibration import context_length
 from .conversion_plan import RECORD, other_files, read_source
-from .folder_calibration import load_tokenizer, refuse_encoder
+from .folder_calibration import load_tokenizer, refresh_card, refuse_encoder, text_hashes
 from .hardware import multiplies_bf16
+from .model_card import TRAINING_RECORD, record_training
 from .position_modules import table_places
 from .recalibration_plan import (
     CALIBRATED,
@@ -34,6 +35,7 @@ from .recalibration_plan import (
     disk_space,
     fitting_schedule,
     is_calibrated,
+    run_record,
     time_of_a_token,
     training_memory,
 )
@@ -47,6 +49,7 @@ from .resume import (
     full_disk_told,
     is_unbegun,
     last_checkpoint,
+    position_rate,
 )
 from .schedule import DroPESchedule, learning_rate_warmup_steps
 from .sharding import load_whole, whole_weights
@@ -131,6 +134,7 @@ def recalibrate(
     bf16: bool | None = None,
     dry_run: bool = False,
     announce: Callable[[str], Any] | None = None,
+    command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train a converted checkpoint through the staged schedule and save the result in `out`.
 
@@ -165,6 +169,7 @@ def recalibrate(
         bf16: autocast to bf16, the weights stay fp32; default where the hardware multiplies bf16 matrices.
         dry_run: make the plan and write nothing.
         announce: called with the plan as text before training; it times one step for that.
+        command: the command line for the record, `out/drope_training.json`, which the model card in `out` is filled from.
 
     Returns:
         Steps, tokens, seconds, first and last loss, and where the result is; for a dry run the plan. With several processes
@@ -337,16 +342,22 @@ def recalibrate(
     with full_disk_told(target):
         _save(model, folder, target)
     losses = [entry["loss"] for entry in history if "loss" in entry]
+    seconds = round(time.monotonic() - started, 1)
     picture = None
     if losses:
         try:
             picture = draw_record(target / METRICS_FILE, target / PICTURE)
         except (OSError, ValueError) as error:
             logger.warning("There is no picture of the run: %s", error)
+    if max_steps > 0:
+        rate = position_rate(learning_rate, position_learning_rate)
+        given = {"position_learning_rate": rate, "seed": seed, "text_sha256": text_hashes(text_files)}
+        record_training(target, folder, run_record(plan, given, losses, seconds, command))
+    refresh_card(target)
     return {
         "steps": max_steps,
         "tokens": max_steps * tokens_a_step,
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": seconds,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "out": str(target),
@@ -428,8 +439,8 @@ def _check_length(model: Any, sequence_length: int) -> None:
 
 def _save(model: Any, source: Path, target: Path) -> None:
     model.save_pretrained(target)
-    record = (RECORD,) if (source / RECORD).is_file() else ()
-    for name in (*other_files(source), *record):
+    records = (name for name in (RECORD, TRAINING_RECORD) if (source / name).is_file())
+    for name in (*other_files(source), *records):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if name not in (METRICS_FILE, PICTURE, SETTINGS_FILE):
             shutil.copyfile(source / name, target / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,19 @@ def time_of_a_token(model: Any, data: Any, teaching: Distillation | None, bf16: 
                 torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)
     return (time.monotonic() - started) / ids.numel()
+
+
+def run_record(
+    plan: dict[str, Any],
+    given: dict[str, Any],
+    losses: Sequence[float],
+    seconds: float,
+    command: Sequence[str] | None,
+) -> dict[str, Any]:
+    """What a finished run leaves for the model card: its plan, what it was given, its losses and its command line."""
+    told = {name: plan[name] for name in plan if name not in ("model", "memory_gb", "estimated_seconds")}
+    ends = {"first_loss": losses[0], "last_loss": losses[-1]} if losses else {}
+    return {**({"command": list(command)} if command else {}), **told, **given, **ends, "seconds": seconds}
 
 
 def describe_plan(plan: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def check_learning_rate(checkpoint: str, learning_rate: float, position_learning_rate: float | None) -> None:
     """A resumed run goes on with the rates in its scheduler, whatever it is told now."""
     rates = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)["base_lrs"]
-    position = 10 * learning_rate if position_learning_rate is None else position_learning_rate
+    position = position_rate(learning_rate, position_learning_rate)
     given = [("learning_rate", learning_rate, rates[0])]
     # The group of the position parameters comes behind those with and without weight decay.
     given += [("position_learning_rate", position, rates[2])] if len(rates) > 2 else []
@@ -108,6 +108,11 @@ def check_learning_rate(checkpoint: str, learning_rate: float, position_learning
                 f"{name} is {now:g}, but {checkpoint} belongs to a run with {before:g}; resume with that, or begin a new run "
                 "in another folder."
             )
+
+
+def position_rate(learning_rate: float, position_learning_rate: float | None) -> float:
+    """The learning rate of biases and gates: ten times the other where it is not given."""
+    return 10 * learning_rate if position_learning_rate is None else position_learning_rate
 
 
 def finished_steps(checkpoint: str) -> int:

@@ -121,15 +121,18 @@ def verify_checkpoint(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without warnings for the length of the block: of parameters left out on purpose, of lengths beyond the window."""
-    import transformers
+    """Without bars, and without warnings of parameters left out on purpose or of lengths beyond the window, for the block."""
+    from transformers.utils import logging as talk
 
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    verbosity, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(before)
+        talk.set_verbosity(verbosity)
+        if bars:
+            talk.enable_progress_bar()
 
 
 class _Run:
@@ -205,9 +208,10 @@ class _Run:
 
     def files(self) -> tuple[bool, str]:
         for name in self.plan.copied:
-            path = self.target / name
+            copy = self.plan.target_name(name)
+            path = self.target / copy
             if not path.is_file() or path.read_bytes() != (self.source / name).read_bytes():
-                return False, f"{name} is missing or differs from the source"
+                return False, f"{copy} is missing or differs from the source"
         return True, f"{len(self.plan.copied)} files byte-identical"
 
     def equals_source(self) -> tuple[bool, str]:

@@ -35,8 +35,10 @@ FLOORS = [
     {"attention_drope"},
     {"installation"},
     {"modeling_drope"},
-    {"checkpoint", "schedule", "sharding", "model_card", "provenance", "retrieval_tasks", "text"}
-    | {"report_numbers", "report_page"},
+    {"checkpoint", "schedule", "sharding", "provenance", "retrieval_tasks", "text", "report_numbers", "report_page"}
+    | {"card_measures", "hub_upload"},
+    {"card_text"},
+    {"model_card"},
     {"checkpoint_writing", "conversion_additions", "new_folder", "report_drawing"},
     {"conversion_plan", "record", "position_prediction", "top_k_logits", "descent", "distance_fit"}
     | {"report_figures", "report_inside"},
@@ -81,6 +83,7 @@ LIGHT = (
         "gguf_tokenizer",
         "stock_config",
     }
+    | {"card_measures", "card_text", "hub_upload"}
     | {"report", "report_drawing", "report_figures", "report_inside", "report_numbers", "report_page", "report_tables"}
 )
 PUBLIC = [

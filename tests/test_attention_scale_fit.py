@@ -311,7 +311,7 @@ def test_a_folder_gets_the_setting_and_the_record_and_nothing_else_changes(prese
     report = fit_checkpoint_attention_scale(folder, [text], **SIZES)
     assert report.coefficient == pytest.approx(0.5, abs=0.12)
     after = contents(folder)
-    assert {name for name in after if after[name] != before.get(name)} == {"config.json", RECORD}
+    assert {name for name in after if after[name] != before.get(name)} == {"config.json", RECORD, "README.md"}
     assert after.keys() == before.keys()
     was, now = json.loads(before["config.json"]), json.loads(after["config.json"])
     scale = {"coefficient": report.coefficient, "original_max_position_embeddings": WINDOW}
@@ -322,17 +322,24 @@ def test_a_folder_gets_the_setting_and_the_record_and_nothing_else_changes(prese
     old, new = json.loads(before[RECORD]), json.loads(after[RECORD])
     found = new.pop("attention_scale")
     assert new == old
-    assert (found["coefficient"], found["tokens"], found["text"]) == (report.coefficient, 513, ["text.txt"])
+    assert (found["coefficient"], found["tokens"], list(found["text_sha256"])) == (
+        report.coefficient,
+        513,
+        ["text.txt"],
+    )
     assert [set(at) for at in found["curve"]] == [
         {"length", "factor", "without", "with", "best_factor", "best_factor_perplexity"}
     ] * 2
+    card = after["README.md"].decode()
+    assert f"coefficient {report.coefficient:.4g}" in card
     # A fit anew replaces it by the same.
     again = fit_checkpoint_attention_scale(folder, [text], **SIZES)
     assert (again.coefficient, again.curve) == (report.coefficient, report.curve)
-    # Without a gain the folder is what it was, but for the record.
+    # Without a gain the folder is what it was, but for the record and the card.
     text.write_text(" ".join(f"w{token}" for token in random_ids(1, 512)[0].tolist()))
     assert fit_checkpoint_attention_scale(folder, [text], **SIZES).coefficient is None
     assert json.loads((folder / "config.json").read_text()) == was
+    assert "tried on held-out text and left out" in (folder / "README.md").read_text()
 
 
 def test_a_scaled_folder_passes_verification_loads_anywhere_and_is_not_exported(place):
@@ -395,14 +402,14 @@ import os, signal, sys
 import hf_drope.folder_attention_scale as room
 from hf_drope import fit_checkpoint_attention_scale
 
-replace = room._replace
+replace = room.write_whole
 
 def replace_and_end(*arguments):
     replace(*arguments)
-    room._replace = replace
+    room.write_whole = replace
     os.kill(os.getpid(), signal.SIGTERM)
 
-room._replace = replace_and_end
+room.write_whole = replace_and_end
 fit_checkpoint_attention_scale(sys.argv[1], [sys.argv[2]], lengths=[512], progress=False)
 """
 

@@ -31,6 +31,7 @@ def test_help_imports_neither_torch_nor_transformers():
 
 def test_inspect_convert_and_verify(capsys, tmp_path):
     write_source(tmp_path / "src")
+    (tmp_path / "src/README.md").write_text("# The source's own card\n")
     code, out, _ = run(capsys, "inspect", tmp_path / "src", "--json")
     assert (code, json.loads(out)["model_type"]) == (0, "llama")
     convert = ("convert", tmp_path / "src", tmp_path / "dst", "--preset", "simple", "--set", "max_distance=16")
@@ -114,6 +115,7 @@ def test_demo_tells_the_whole_story(capsys, tmp_path):
     assert len(result["perplexity"]["RoPE"]) == len(result["lengths"]) == 4
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     assert (tmp_path / "demo/converted/modeling_drope.py").is_file()
+    assert "steps, of the source code of Python" in (tmp_path / "demo/converted/README.md").read_text()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("mine")
     code, _, err = run(capsys, "demo", "--out", tmp_path / "other")

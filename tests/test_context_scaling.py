@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_types import small_model
+from model_types import TYPES, small_model
 from tiny import random_ids, tiny_config, tiny_model
 
 from hf_drope import apply_drope, drope_config_class
@@ -105,11 +105,18 @@ def test_what_cannot_be_scaled_is_refused_by_its_reason():
     assert "a has no RoPE" in refused(tiny_model("gpt2"))
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
     assert "scaled already (rope_type 'yarn')" in refused(tiny_model("llama", rope_parameters=yarn))
-    assert "more than rope_parameters, so ntk would miss some of it" in refused(small_model("granite_swa"), "ntk")
     assert "no dynamic RoPE for a (ZeroDivisionError" in refused(small_model("gpt_neox"), "ntk", "dynamic")
     unknown = tiny_model("llama")
     unknown.config.max_position_embeddings = 0
     assert "does not say how long its window is" in refused(unknown)
+
+
+# Those of these types that the installed Transformers has.
+@pytest.mark.parametrize("model_type", sorted({"granite_swa", "granitemoe_swa"} & set(TYPES)))
+def test_a_base_that_some_layers_take_from_elsewhere_is_not_changed_in_part(model_type):
+    check_rope(small_model(model_type), "a", ["pi"])
+    with pytest.raises(ValueError, match="from more than rope_parameters, so ntk would miss some of it"):
+        check_rope(small_model(model_type), "a", ["ntk"])
 
 
 def test_the_window_is_what_was_trained_and_not_what_it_was_stretched_to():

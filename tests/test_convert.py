@@ -713,7 +713,7 @@ def test_the_config_says_as_much_about_dtype_as_before(key, tmp_path):
 def test_files_that_have_no_place_in_a_checkpoint_are_left_out_and_named(tmp_path):
     source = tmp_path / "src"
     write_source(source)
-    kept = ["README.md", "images/a.png", "onnx/notes.txt", "1_Pooling/config.json", "modeling_other.py"]
+    kept = ["images/README.md", "images/a.png", "onnx/notes.txt", "1_Pooling/config.json", "modeling_other.py"]
     gone = ["optimizer.pt", "rng_state_0.pth", "trainer_state.json", "training_args.bin", "pytorch_model.bin"]
     gone += ["tf_model.h5", "flax_model.msgpack", "m.gguf", "consolidated.00.pth", "original/params.json"]
     gone += ["onnx/model.onnx", "onnx/model.onnx_data", "openvino_model.bin", ".git/HEAD", "checkpoint-5/config.json"]

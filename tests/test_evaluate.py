@@ -11,14 +11,18 @@ import pytest
 import torch
 from checkpoints import save_byte_tokenizer, tiny_tokenizer
 from tiny import tiny_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_drope
 from hf_drope import convert_checkpoint, evaluate, plan_conversion
 from hf_drope.cli import main
+from hf_drope.demo import byte_tokenizer
 from hf_drope.evaluation_plan import unique_names
 from hf_drope.evaluation_table import describe
 from hf_drope.perplexity import measure_perplexity
+from hf_drope.retrieval import check_tokenizer, draw_samples
+from hf_drope.retrieval_tasks import TASKS
 from hf_drope.text import leading_tokens
 
 WINDOW = 300
@@ -141,6 +145,30 @@ def test_figures_are_those_of_the_models_loaded_by_hand(whole, folders):
         row = row_of(results, name, 2 * WINDOW)
         assert row["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
         assert row["by_position"] == pytest.approx(expected["by_position"], rel=1e-4)
+
+
+def test_a_scaling_has_the_factor_of_each_length(folders, tmp_path):
+    lengths = [64, 400, 600]
+    results = run(folders, tmp_path / "out", ["source"], tasks=["perplexity"], rope_scaling=["pi"], lengths=lengths)
+    text = leading_tokens([folders / "text.txt"], AutoTokenizer.from_pretrained(folders / "source"), 1500)
+    for length in lengths:
+        rope = {"rope_type": "linear", "factor": max(1.0, length / WINDOW), "rope_theta": 10000.0}
+        model = AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32, rope_parameters=rope)
+        expected = measure_perplexity(model, text, length, 600)["by_position"]
+        assert row_of(results, "source + pi", length)["by_position"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "begun")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "begun")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer.save_pretrained(tmp_path / "begun")
+    results = run(folders, tmp_path / "out", [tmp_path / "begun"], tasks=["perplexity"], lengths=[64])
+    model = AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32)
+    text = leading_tokens([folders / "text.txt"], tokenizer, 1500)
+    expected, without = (measure_perplexity(model, text, 64, 64, beginning=ids)["by_position"] for ids in ([0], []))
+    assert row_of(results, "begun", 64)["by_position"] == pytest.approx(expected, rel=1e-4)
+    assert expected[0] != pytest.approx(without[0], rel=1e-3)
 
 
 def without_clock(results):
@@ -298,7 +326,8 @@ def test_a_length_that_is_no_number_is_refused(capsys):
         ({"text_files": []}, "perplexity needs text"),
         ({"text_files": [], "tasks": None, "lengths": [100]}, r"A prompt of passkey with its answer takes up to \d+ tokens of nope, and the shortest length is 100"),
         ({"tasks": ["perplexity"], "text_tokens": 500}, "The text has 500 tokens, fewer than the longest length of 600"),
-        ({"bench": "nowhere.json"}, "There is no file nowhere.json"),
+        ({"bench": __file__}, "test_evaluate.py in .* is not readable JSON"),
+        ({"bench": "config.json"}, "config.json is no file of costs"),
         ({"rope_scaling": ["pi"]}, "no stock model whose RoPE could be scaled"),
         ({"position_scaling": ["clip"]}, "No model has a disentangled bias"),
         ({"against": "nope"}, "is a converted model; give its source with --against"),
@@ -308,6 +337,8 @@ def test_wrong_arguments_are_one_sentence_and_nothing_is_written(options, senten
     options = {"tasks": ["perplexity", "passkey"], **options}
     if "against" in options:
         options["against"] = folders / options["against"]
+    if "bench" in options:
+        options["bench"] = folders / "nope" / options["bench"]
     with pytest.raises(ValueError, match=sentence) as caught:
         run(folders, tmp_path / "out", **options)
     assert "\n" not in str(caught.value)
@@ -340,6 +371,16 @@ def test_models_that_will_not_do_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="is not empty and holds no evaluation"):
         run(folders, tmp_path / "full", ["nope"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dropped_table_ends_nowhere(folders, tmp_path):
+    tiny_model("gpt2", vocab_size=300, n_positions=128).save_pretrained(tmp_path / "gpt2")
+    save_byte_tokenizer(tmp_path / "gpt2")
+    convert_checkpoint(plan_conversion(tmp_path / "gpt2", "nope"), tmp_path / "dropped", progress=False)
+    results = run(folders, tmp_path / "out", [tmp_path / "dropped"], lengths=[400])
+    assert results["models"][0]["window"] == 128
+    assert row_of(results, "dropped", 400)["perplexity"] > 1
+    assert row_of(results, "dropped", 400, "passkey")["trials"] == 2
 
 
 def _bert(folder):
@@ -376,3 +417,13 @@ def test_a_stock_model_without_a_source_gets_the_baselines_that_are_asked_for(fo
     results = run(folders, tmp_path / "out", ["source"], tasks=["perplexity"], rope_scaling=["ntk"], lengths=[600])
     roles = {model["name"]: model["role"] for model in results["models"]}
     assert roles == {"source": "stock", "source + ntk": "baseline"}
+
+
+def test_the_demos_tokens_are_bytes_and_write_all_that_is_asked(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(1, 0x500))) + "€ 🐍\n\ttwo  spaces "
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    for task in TASKS:
+        check_tokenizer(draw_samples(task, trials=3, digits=7, seed=0), tokenizer, "bytes")

@@ -731,11 +731,11 @@ def test_every_flag_reaches_its_parameter(received):
     for name, (flags, value) in FLAGS.items():
         given = received(*flags)
         assert given[name] == value != default[name], name
-        rest = {key: given[key] for key in given if key not in (name, "announce")}
+        rest = {key: given[key] for key in given if key not in (name, "announce", "command")}
         assert rest == {key: default[key] for key in rest}, name
     # Nothing given is the function's own default, and this has no flag.
     known = recalibrate.__kwdefaults__ or {}
-    assert set(known) - set(FLAGS) == {"schedule", "announce", "logging_steps"}
+    assert set(known) - set(FLAGS) == {"schedule", "announce", "command", "logging_steps"}
     assert {name: default[name] for name in FLAGS} == {name: known[name] for name in FLAGS}
     assert default["schedule"] is None
 

@@ -179,6 +179,18 @@ def test_frequencies_that_follow_the_longest_sequence_begin_anew():
     settle(SimpleNamespace())
 
 
+def test_answers_do_not_depend_on_what_was_run_before(tokenizer):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", vocab_size=300, rope_parameters=rope)
+    samples = samples_of("passkey", trials=3)
+    before = measure_retrieval(model, tokenizer, samples, 350)
+    with torch.no_grad():
+        model(torch.randint(3, 90, (1, 600)))
+    assert measure_retrieval(model, tokenizer, samples, 350) == before
+    reordered = measure_retrieval(model, tokenizer, samples[::-1], 350)
+    assert reordered["examples"] == before["examples"][::-1]
+
+
 @pytest.mark.parametrize(
     ("rate", "trials", "interval"),
     [(0.0, 20, (0.0, 0.1611)), (1.0, 20, (0.8389, 1.0)), (0.5, 20, (0.2993, 0.7007)), (0.9, 10, (0.5958, 0.9821))],

@@ -7,9 +7,10 @@ import random
 
 import pytest
 from checkpoints import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from hf_drope import text
-from hf_drope.text import PackedText, read_documents, text_windows
+from hf_drope.text import PackedText, beginning, leading_tokens, read_documents, text_windows
 
 
 def words(first: int, count: int) -> str:
@@ -155,3 +156,23 @@ class Characters:
 def test_text_without_spaces_has_windows_too(tmp_path):
     (tmp_path / "a.txt").write_text("汉字之间没有空格" * 100, encoding="utf-8")
     assert text_windows([tmp_path / "a.txt"], Characters(), 16, 4).shape == (4, 16)
+
+
+def test_leading_tokens_are_those_of_the_first_documents_with_an_end_token_between(tmp_path):
+    (tmp_path / "a.txt").write_text(words(10, 4))
+    (tmp_path / "b.txt").write_text(words(30, 60))
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    everything = [10, 11, 12, 13, 2, *range(30, 90), 2]
+    for count in (3, 5, 20, 66, 100):
+        assert leading_tokens(files, tiny_tokenizer(), count).tolist() == everything[:count]
+    # What is not needed is not read.
+    assert leading_tokens([files[0], tmp_path / "none.txt"], tiny_tokenizer(), 4).tolist() == [10, 11, 12, 13]
+
+
+def test_the_tokens_that_every_text_begins_with(tmp_path):
+    tokenizer = tiny_tokenizer()
+    assert beginning(tokenizer) == []
+    template = {"special_tokens": [("<bos>", 1), ("<eos>", 2)]}
+    for single, expected in (("<bos> $A", [1]), ("<bos> <eos> $A <eos>", [1, 2]), ("$A <eos>", [])):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, **template)
+        assert beginning(tokenizer) == expected
