@@ -159,12 +159,7 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} sees both sides of a token; an attention scale is fitted to the loss of next tokens."
         )
-    check_settings(model.config.drope_parameters)
-
-
-def check_settings(parameters: dict[str, Any]) -> None:
-    """Raise ValueError for settings with a constant scale, whose place the growing one would take."""
-    scale = parameters.get("attention_scale") or {}
+    scale = model.config.drope_parameters["attention_scale"] or {}
     if "factor" in scale:
         raise ValueError(
             f"The model has a constant attention scale of {scale['factor']:g}, whose place a growing one would take; set "
