@@ -30,6 +30,8 @@ _HOMES = {
     "lora_config": "adapters",
     "calibrate": "calibration",
     "calibrate_checkpoint": "folder_calibration",
+    "fit_attention_scale": "attention_scale_fit",
+    "fit_checkpoint_attention_scale": "folder_attention_scale",
     "Distillation": "distill",
     "DroPESchedule": "schedule",
     "DroPECallback": "training",
@@ -40,6 +42,7 @@ __all__ = [*sorted(_HOMES), "__version__"]
 
 if TYPE_CHECKING:
     from .adapters import lora_config as lora_config
+    from .attention_scale_fit import fit_attention_scale as fit_attention_scale
     from .calibration import calibrate as calibrate
     from .configuration_drope import drope_config_class as drope_config_class
     from .conversion_plan import plan_conversion as plan_conversion
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from .distill import Distillation as Distillation
     from .drope_parameters import DroPEParameters as DroPEParameters
     from .evaluation import evaluate as evaluate
+    from .folder_attention_scale import fit_checkpoint_attention_scale as fit_checkpoint_attention_scale
     from .folder_calibration import calibrate_checkpoint as calibrate_checkpoint
     from .modeling_drope import apply_drope as apply_drope
     from .modeling_drope import drope_class as drope_class

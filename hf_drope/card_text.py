@@ -173,8 +173,11 @@ def _attention_scale(fitted: dict[str, Any]) -> str:
         f"| {point['length']} | {point['factor']:.4g} | {point['without']:.4g} | {point['with']:.4g} |"
         for point in fitted["curve"]
     )
+    if fitted["coefficient"] is None:
+        return f"An attention scale was tried on held-out text and left out: {fitted.get('reason') or 'it gained nothing'}."
     return (
-        f"The attention scale was fitted on held-out text (coefficient {fitted['coefficient']:.4g}); perplexity by length:\n\n"
+        f"The attention scale was fitted on held-out text (coefficient {fitted['coefficient']:.4g}); perplexity by length, of the "
+        "model as it was then:\n\n"
         f"| length | scale | without | with |\n| --- | --- | --- | --- |\n{rows}"
     )
 

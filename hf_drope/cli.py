@@ -86,11 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "calibrate",
         commands.calibrate,
-        "Compute a converted checkpoint's position parameters from its source, in place.",
+        "Compute a converted checkpoint's position parameters from its source, or fit its attention scale, in place.",
     )
     sub.add_argument("path", metavar="MODEL", help="a converted checkpoint folder")
-    sub.add_argument("--source", metavar="SRC", required=True, help="the folder it was converted from")
+    sub.add_argument("--source", metavar="SRC", help="the folder it was converted from: calibrates the position bias")
     _add_calibration(sub, required=True)
+    _add_attention_scale(sub)
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
 
     sub = command(
@@ -301,6 +302,28 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="N",
         help="descent steps of all layers towards the source's output (default: 24 for a disentangled bias with p2c, else 40)",
     )
+
+
+def _add_attention_scale(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("attention scale")
+    group.add_argument(
+        "--attention-scale",
+        action="store_true",
+        help="fit c of the factor 1 + c·ln(i / window) on the scores of queries past the window; after --source, or alone",
+    )
+    group.add_argument(
+        "--lengths",
+        type=_numbers,
+        metavar="L,L",
+        help="tokens to fit at (default: 2, 4 and 8 times the window, as far as the text allows)",
+    )
+    group.add_argument(
+        "--original-length", type=int, metavar="L", help="the window, where the scale begins (default: the config's)"
+    )
+    group.add_argument(
+        "--scale-tokens", type=int, metavar="N", help="tokens of text (default: 16384, or twice the longest length)"
+    )
+    group.add_argument("--dtype", help="float32, bfloat16 or float16, of the model in this fit (default: float32)")
 
 
 def _add_push(parser: argparse.ArgumentParser) -> None:

@@ -112,19 +112,50 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
+    if arguments.source is None and not arguments.attention_scale:
+        raise ValueError(
+            "There is nothing to do; give --source SRC to calibrate the bias, --attention-scale to fit the scale, or both."
+        )
+    scale = _attention_scale(arguments)
+    if arguments.source is None and _calibration(arguments):
+        raise ValueError(
+            "--tokens, --length, --steps and --output-steps are of the bias, which is calibrated with --source SRC; for the "
+            "scale there are --scale-tokens and --lengths."
+        )
+    from .folder_attention_scale import check_attention_scale, fit_checkpoint_attention_scale
     from .folder_calibration import calibrate_checkpoint
     from .model_card import shown_command
 
     _no_bars_in_a_log()
     command = shown_command(arguments.argv)
-    report = calibrate_checkpoint(
-        arguments.path, arguments.source, arguments.text, **_calibration(arguments), command=command
-    )
-    if arguments.json:
-        _print_json(report.to_dict())
+    reports: dict[str, Any] = {}
+    if arguments.attention_scale:
+        check_attention_scale(arguments.path, arguments.text, **scale)
+    if arguments.source is not None:
+        reports["bias"] = calibrate_checkpoint(
+            arguments.path, arguments.source, arguments.text, **_calibration(arguments), command=command
+        )
+    if arguments.attention_scale:
+        reports["attention_scale"] = fit_checkpoint_attention_scale(
+            arguments.path, arguments.text, **scale, command=command
+        )
+    if not arguments.json:
+        print("\n".join(report.describe() for report in reports.values()))
+    elif len(reports) == 1:
+        _print_json(next(iter(reports.values())).to_dict())
     else:
-        print(report.describe())
+        _print_json(reports["bias"].to_dict() | {"attention_scale": reports["attention_scale"].to_dict()})
     return 0
+
+
+def _attention_scale(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = {"lengths": "lengths", "original_length": "original_length", "scale_tokens": "tokens", "dtype": "dtype"}
+    given = {to: getattr(arguments, name) for name, to in names.items() if getattr(arguments, name) is not None}
+    if given and not arguments.attention_scale:
+        raise ValueError(
+            "--lengths, --original-length, --scale-tokens and --dtype are of the attention scale; give --attention-scale as well."
+        )
+    return given
 
 
 def verify(arguments: argparse.Namespace) -> int:

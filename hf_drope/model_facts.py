@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import checkpoint
 from .conversion_plan import RECORD
 from .record import METRICS_FILE, read_record
 
@@ -128,13 +129,18 @@ def training_course(folder: Path) -> dict[str, Any] | None:
 
 
 def attention_scale(folder: Path) -> dict[str, Any] | None:
-    """The attention scale that was fitted to a model and what it does, as its conversion record has it."""
+    """The attention scale that was fitted to a model and what it does, as its conversion record has it; None where the model
+    was trained or calibrated since."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     found = record.get("attention_scale")
-    return found if isinstance(found, dict) and isinstance(found.get("curve"), list) else None
+    if not isinstance(found, dict) or not isinstance(found.get("curve"), list):
+        return None
+    weights = found.get("weights")
+    is_of_these = weights is None or weights == checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
+    return found if is_of_these else None
 
 
 def _rounded(value: Any) -> float | None:

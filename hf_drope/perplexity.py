@@ -81,6 +81,25 @@ def window_starts(tokens: int, length: int, longest: int) -> list[int]:
     return list(range(first, end - length + 1, half))
 
 
+def window_losses(
+    model: Any,
+    text: Tensor,
+    length: int,
+    longest: int,
+    *,
+    beginning: Sequence[int] = (),
+    batch_size: int = 1,
+    advance: Callable[[int], Any] = lambda tokens: None,
+) -> Iterator[Tensor]:
+    """`token_losses` of the windows of a text, a batch at a time and in fp64 on the CPU; arguments as in `measure_perplexity`."""
+    starts = window_starts(len(text), length, longest)
+    for at in range(0, len(starts), batch_size):
+        ids = torch.stack([text[start : start + length] for start in starts[at : at + batch_size]])
+        ids[:, : len(beginning)] = torch.tensor(beginning, dtype=ids.dtype)
+        yield token_losses(model, ids.to(model.device)).double().cpu()
+        advance(ids.numel())
+
+
 def position_edges(length: int) -> list[int]:
     """Edges of the bins of `by_position`: 0 to `length`, 64 tokens apart; at most 64 bins, and 8 in a short window."""
     width = max(1, min(_BIN, length // 8), -(-length // 64))
@@ -112,13 +131,11 @@ def measure_perplexity(
     starts = window_starts(len(text), length, longest)
     sums = torch.zeros(length, dtype=torch.float64)
     means: list[float] = []
-    for at in range(0, len(starts), batch_size):
-        ids = torch.stack([text[start : start + length] for start in starts[at : at + batch_size]])
-        ids[:, : len(beginning)] = torch.tensor(beginning, dtype=ids.dtype)
-        losses = token_losses(model, ids.to(model.device)).double().cpu()
+    for losses in window_losses(
+        model, text, length, longest, beginning=beginning, batch_size=batch_size, advance=advance
+    ):
         sums[1:] += losses.sum(0)
         means += losses[:, -(length // 2) :].mean(1).tolist()
-        advance(ids.numel())
     edges = position_edges(length)
     # Nothing predicts the first token, and those of the beginning are not the text's.
     firsts = [max(edge, 1, len(beginning)) for edge in edges]

@@ -8,6 +8,7 @@ installed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -240,8 +241,13 @@ class _Run:
             and self.parameters.gate is None
             and self.parameters.window is None
             and self.parameters.qk_norm is None
-            and self.parameters.attention_scale is None
+            and not self.is_scaled()
         )
+
+    def is_scaled(self) -> bool:
+        """Whether the attention scale changes anything at the length of the input."""
+        scale = self.parameters.attention_scale or {}
+        return "factor" in scale or scale.get("original_max_position_embeddings", math.inf) < self.ids.shape[1]
 
     def equals_source_with_content_rotated(self) -> tuple[bool, str]:
         import torch
