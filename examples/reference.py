@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from hf_drope.record import ConvergenceRecord
 
 LENGTHS = (WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW)
 FACTOR = LENGTHS[-1] / WINDOW
-BATCH, STEPS = 16, 2400
+BATCH, STEPS = 16, 4000
 SHARE = 0.1
 TASKS = ("perplexity", "passkey", "multikey")
 STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
@@ -81,19 +81,14 @@ FORMS = {
 
 
 class RowStream(IterableDataset[dict[str, Tensor]]):
-    """Rows as a run needs them; `drill` gives their share of drill by how far the run is, 0 to 1."""
+    """Rows as a run needs them; a run of further training (`more`) has those of the end of the first."""
 
-    def __init__(self, rows: Rows, steps: int, batch: int, drill: Callable[[float], float], length: int) -> None:
-        self.rows, self.steps, self.batch, self.drill, self.length = rows, steps, batch, drill, length
+    def __init__(self, rows: Rows, steps: int, batch: int, length: int, more: bool) -> None:
+        self.rows, self.steps, self.batch, self.length, self.more = rows, steps, batch, length, more
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for step in range(self.steps):
-            yield from self.rows.batch(self.batch, self.drill(step / self.steps), self.length)
-
-
-def drill_first(done: float) -> float:
-    """Drill alone at first, then less and less of it."""
-    return min(1.0, max(0.2, 1 - (done - 0.3) / 0.2))
+            yield from self.rows.batch(self.batch, 1.0 if self.more else step / self.steps, self.length)
 
 
 def rows_alike(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -150,7 +145,7 @@ class Experiment:
             eos_token_id=self.tokenizer.eos_token_id,
         )
         model = LlamaForCausalLM(config)
-        return self.train(model, folder, self.steps, 1.5e-3, drill_first, data_seed=self.seed)
+        return self.train(model, folder, self.steps, 1.5e-3)
 
     def form(self, form: Form, folder: Path) -> Any:
         source = self.folder / "source"
@@ -164,16 +159,8 @@ class Experiment:
             windows = self.prose[: 64 * 50 * WINDOW].view(64, 50 * WINDOW)[:, :WINDOW]
             calibrate(model, None, windows.clone(), progress=False)
         schedule = form.schedule if form.preset else None
-        return self.train(
-            model,
-            folder,
-            max(2, round(self.steps * SHARE)),
-            1e-3,
-            lambda done: 0.2,
-            data_seed=1000 + self.seed,
-            schedule=schedule,
-            length=form.length,
-        )
+        steps = max(2, round(self.steps * SHARE))
+        return self.train(model, folder, steps, 1e-3, schedule=schedule, length=form.length, more=True)
 
     def train(
         self,
@@ -181,10 +168,10 @@ class Experiment:
         folder: Path,
         steps: int,
         rate: float,
-        drill: Callable[[float], float],
-        data_seed: int,
+        *,
         schedule: DroPESchedule | None = None,
         length: int = WINDOW,
+        more: bool = False,
     ) -> Any:
         """All weights, on `steps` batches of as many tokens, whatever the length of a row."""
         batch = max(1, BATCH * WINDOW // length)
@@ -205,11 +192,12 @@ class Experiment:
             disable_tqdm=True,
             seed=self.seed,
         )
+        rows = Rows(self.tokenizer, self.prose, seed=self.seed + 1000 * more)
         callbacks: list[Any] = [DroPECallback(schedule)] if schedule else []
         trainer = DroPETrainer(
             model=model,
             args=arguments,
-            train_dataset=RowStream(Rows(self.tokenizer, self.prose, data_seed), steps, batch, drill, length),
+            train_dataset=RowStream(rows, steps, batch, length, more),
             callbacks=[*callbacks, ConvergenceRecord(BATCH * WINDOW)],
             compute_loss_func=rows_alike,
         )

@@ -22,6 +22,8 @@ from hf_drope import retrieval_tasks as tasks
 WINDOW = 256
 DIGITS = 4
 VOCABULARY = 2048
+# Share of the first training without prose; after twice that, prompts come in.
+EASY = 0.2
 _NOT_ASKED = -100
 _ANSWERS = re.compile(r"Answer: [^\n]*? (?:is|are)( [^\n]*)|number of the \w+ \w+ is( \d+\.)")
 
@@ -60,31 +62,33 @@ def prose_tokens(tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 class Rows:
-    """Batches of rows of `WINDOW` tokens: one half prose, the other half rows that ask.
+    """Batches of rows: prose, and rows that ask, which have labels for their answers alone.
 
-    `drill` is the share of asking rows that ask soon after and often, with little between: what recall is learned from first.
-    Only answers have labels in a row that asks.
+    Recall is learned from easy to hard: first from rows that say things twice (copies, and facts asked for at once), then from
+    prompts with a haystack, as the tasks have them, with a few of the easy ones between.
     """
 
     def __init__(self, tokenizer: Any, prose: Tensor, seed: int) -> None:
         self.tokenizer, self.prose = tokenizer, prose
         self.draw = random.Random(seed)
         # A prompt of the tasks begins with the same words.
-        self.begin = [
-            tokenizer.bos_token_id,
-            *self._ids(tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction),
-        ]
+        instruction = tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction
+        self.begin = [tokenizer.bos_token_id, *self._ids(instruction)]
 
-    def batch(self, size: int, drill: float, length: int = WINDOW) -> list[dict[str, Tensor]]:
-        """Rows of {"input_ids", "labels"}, both (length,)."""
+    def batch(self, size: int, done: float, length: int = WINDOW) -> list[dict[str, Tensor]]:
+        """Rows of {"input_ids", "labels"}, both (length,), for a run of which `done` (0 to 1) is over."""
+        prose = 0.0 if done < EASY else 0.5
+        easy = min(1.0, max(0.2, 1 - (done - 2 * EASY) / EASY))
         rows = []
-        for number in range(size):
-            if number % 2:
+        for _ in range(size):
+            if self.draw.random() < prose:
                 start = self.draw.randrange(len(self.prose) - length)
                 ids = self.prose[start : start + length]
                 rows.append({"input_ids": ids, "labels": ids})
+            elif self.draw.random() < easy:
+                rows.append(self.draw.choice((self._copy, self._drill))(length))
             else:
-                rows.append(self._drill(length) if self.draw.random() < drill else self._asking(length))
+                rows.append(self._asking(length))
         return rows
 
     def _ids(self, text: str) -> list[int]:
@@ -100,6 +104,15 @@ class Rows:
 
     def _pairs(self, count: int) -> list[tuple[str, str]]:
         return list(zip(tasks.draw_keys(self.draw, count), tasks.draw_numbers(self.draw, count, DIGITS), strict=True))
+
+    def _copy(self, length: int) -> dict[str, Tensor]:
+        """A few sentences of the haystack and the same again, over and over with new ones."""
+        sentences = tasks.haystack(str(self.draw.random()))
+        ids, labels = [self.tokenizer.bos_token_id], [_NOT_ASKED]
+        while len(ids) < length:
+            part = self._ids(" " + " ".join(itertools.islice(sentences, self.draw.randint(1, 4))))
+            ids, labels = ids + part + part, labels + [_NOT_ASKED] * len(part) + part
+        return self._row(ids, labels, length)
 
     def _drill(self, length: int) -> dict[str, Tensor]:
         """Two to four facts and the same facts again in another order, over and over with new ones."""
