@@ -288,7 +288,7 @@ def _add_calibration(parser: argparse.ArgumentParser, required: bool) -> None:
         "--length",
         type=int,
         metavar="L",
-        help="tokens a window (default: the context, at most 8192 or half of all tokens)",
+        help="tokens a window (default: the context, at most 8192 or an eighth of all tokens)",
     )
     parser.add_argument(
         "--steps",
