@@ -46,6 +46,7 @@ class Experiment:
         documents = [json.loads(line) for line in Path(corpus).read_text(encoding="utf-8").split("\n") if line]
         self.text = {document["id"]: document["text"] for document in documents}
         chosen = [d for d in documents if d["source"] in ("austen", "sotu") and d["id"] not in NOT_FOR_TRAINING]
+        self.training = [document["id"] for document in chosen]
         ids = [self.tokens(document["text"]) for document in chosen]
         self.calibration = torch.stack([row[len(row) // 2 :][:2048] for row in sorted(ids, key=len)[-8:]])
         blocks = torch.cat([row[: len(row) // LENGTH * LENGTH].view(-1, LENGTH) for row in ids])
