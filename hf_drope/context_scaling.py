@@ -122,9 +122,11 @@ def check_position_scaling(config: Any, name: str) -> None:
         raise ValueError(f"The config of {name} does not say how long its window is; leave --position-scaling out.")
 
 
-def is_disentangled(config: Any) -> bool:
+def has_position_terms(config: Any) -> bool:
     parameters = getattr(config, "drope_parameters", None) or {}
-    return (parameters.get("position_bias") or {}).get("type") == "disentangled"
+    bias = parameters.get("position_bias") or {}
+    # Terms that have faded out have no positions to stretch.
+    return bias.get("type") == "disentangled" and bias.get("terms_scale", 1.0) > 0
 
 
 def scaled_terms(config: Any, kind: str, factor: float) -> Any:

@@ -20,7 +20,7 @@ from .context_scaling import (
     ROPE_SCALINGS,
     check_position_scaling,
     check_rope,
-    is_disentangled,
+    has_position_terms,
     reach,
     rotated_channels,
     scaled_rope,
@@ -202,7 +202,7 @@ def _scalings(subject: Subject, model: Any, settings: Settings, is_base: bool) -
         check_rope(model, name, settings.rope_scaling)
         base = dataclasses.replace(subject, base=name, role="baseline", rotated=rotated_channels(model))
         return [dataclasses.replace(base, name=f"{name} + {kind}", scaling=kind) for kind in settings.rope_scaling]
-    if settings.position_scaling and is_disentangled(subject.config):
+    if settings.position_scaling and has_position_terms(subject.config):
         check_position_scaling(subject.config, name)
         return [
             dataclasses.replace(subject, base=name, name=f"{name}, {kind} positions", position_scaling=kind)

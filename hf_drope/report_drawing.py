@@ -16,6 +16,8 @@ from .report_page import BEYOND, GREYS, GRID, INK, MUTED, ON_DARK, PALETTE, Mark
 
 # Inches; a phone of 360 pixels shows it at four fifths of its size.
 WIDTH = 4.2
+# Inches.
+_LEGEND_LINE = 0.2
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ((0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (2, 2)))
 _SETTINGS: Any = {
@@ -136,12 +138,14 @@ def line_style(results: Results, name: str) -> dict[str, Any]:
 
 
 def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the axes, in two columns where they fit; Matplotlib would leave out a name that begins with "_"."""
+    """Below the axes, which keep their height, in two columns where they fit."""
     if handles:
+        # Matplotlib would leave out a name that begins with "_".
         texts = [f" {label}" if label.startswith("_") else label for label in labels]
         half = -(-len(texts) // 2)
         is_narrow = max(map(len, texts[:half])) + max(map(len, texts[half:]), default=0) <= 36
         columns = 2 if len(texts) > 1 and is_narrow else 1
+        figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * -(-len(texts) // columns))
         figure.legend(
             handles, texts, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.2, columnspacing=1
         )

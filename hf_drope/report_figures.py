@@ -19,13 +19,11 @@ from .report_numbers import Interval, Results, axis_length, curve, hundredths, i
 from .report_page import GRID, MUTED
 
 RATES = "YlGnBu"
-# Characters of a name in a legend of two columns.
-LABEL = 24
 
 
 def perplexity_by_position(results: Results) -> Picture:
     """Each model's perplexity along the windows of its longest length."""
-    figure = new_figure(WIDTH, 2.8 + 0.19 * -(-len(results.names) // 2))
+    figure = new_figure(WIDTH, 2.8)
     axes = figure.add_subplot()
     handles, labels, values, ends, titles = [], [], [], [1.0], {}
     for index, name in enumerate(results.names):
@@ -38,7 +36,7 @@ def perplexity_by_position(results: Results) -> Picture:
         (line,) = axes.plot(*zip(*points, strict=True), gid=f"curve-{index}", **style)
         titles[f"curve-{index}"] = f"{name}, windows of {row['length']:,} tokens"
         handles.append(line)
-        labels.append(results.label(name, LABEL))
+        labels.append(results.label(name))
         values += [value for _, value in points]
         ends.append(row["edges"][-1])
     first = min(low for name in results.names if (row := results.longest_curve(name)) for low in [row["edges"][1] / 2])
@@ -68,7 +66,7 @@ def by_length(
     rates: bool,
 ) -> Picture:
     """A line a model over the lengths, with bars for the intervals."""
-    figure = new_figure(WIDTH, 2.8 + 0.19 * -(-len(results.names) // 2))
+    figure = new_figure(WIDTH, 2.8)
     axes = figure.add_subplot()
     handles, labels, values, titles = [], [], [], {}
     scale = 100 if rates else 1
@@ -92,7 +90,7 @@ def by_length(
             titles[part] = f"{model}, {length:,} tokens: {say(value)}"
             values += [scale * value.low, scale * value.high]
         handles.append(line)
-        labels.append(results.label(model, LABEL))
+        labels.append(results.label(model))
     length_axis(axes, shown)
     left, right = shown[0] * 0.8, shown[-1] * 1.25
     axes.set_xlim(left, right)

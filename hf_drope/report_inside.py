@@ -180,7 +180,7 @@ def _millions(value: float, _: Any) -> str:
 def attention_scale(results: Results, name: str, slug: str) -> Picture:
     """Perplexity by length, with the attention scale and without."""
     points = sorted(results.models[results.names.index(name)]["attention_scale"]["curve"], key=lambda at: at["length"])
-    figure = new_figure(WIDTH, 2.9)
+    figure = new_figure(WIDTH, 2.7)
     axes = figure.add_subplot()
     handles, labels, values = [], [], []
     for key, colour, dashes, marker in (

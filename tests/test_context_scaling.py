@@ -13,7 +13,7 @@ from hf_drope.context_scaling import (
     ROPE_SCALINGS,
     check_position_scaling,
     check_rope,
-    is_disentangled,
+    has_position_terms,
     reach,
     rotated_channels,
     scaled_rope,
@@ -133,7 +133,7 @@ def test_the_window_is_what_was_trained_and_not_what_it_was_stretched_to():
 @pytest.mark.parametrize("kind", POSITION_SCALINGS)
 def test_position_terms_are_stretched_and_nothing_else(kind):
     model = apply_drope(tiny_model("llama"), "disentangled")
-    assert is_disentangled(model.config)
+    assert has_position_terms(model.config)
     check_position_scaling(model.config, "a")
     config = scaled_terms(model.config, kind, FACTOR)
     scaling = config.drope_parameters["position_bias"].pop("position_scaling")
@@ -149,8 +149,8 @@ def test_terms_that_are_stretched_already_are_refused():
     model = apply_drope(tiny_model("llama"), "disentangled", position_scaling={"type": "linear", "factor": 2.0})
     with pytest.raises(ValueError, match="has a position_scaling already"):
         check_position_scaling(model.config, "a")
-    assert not is_disentangled(tiny_config("llama"))
-    assert not is_disentangled(drope_config_class("llama")())
+    assert not has_position_terms(tiny_config("llama"))
+    assert not has_position_terms(drope_config_class("llama")())
 
 
 def test_learned_tables_end_and_dropped_ones_do_not():
