@@ -31,7 +31,7 @@ from .conversion_plan import read_source
 from .drope_parameters import unknown
 from .folder_calibration import load_tokenizer
 from .model_facts import FACTS
-from .provenance import sha256
+from .provenance import model_files, sha256
 from .retrieval_tasks import TASKS
 
 PERPLEXITY = "perplexity"
@@ -243,10 +243,10 @@ def _read_subject(folder: Path, given: str, name: str, is_source: bool, longest:
             "the table with hf-drope convert."
         )
     role = "source" if is_source else "converted" if is_converted else "stock"
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not weights:
+    files = model_files(folder)
+    if len(files) == 1:
         raise ValueError(f"{given} holds no weights.")
-    return Subject(name, folder, given, role, config, sha256([folder / "config.json", *weights])), model
+    return Subject(name, folder, given, role, config, sha256(files)), model
 
 
 def _refuse_encoder(content: dict[str, Any], given: str) -> None:

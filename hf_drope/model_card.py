@@ -19,6 +19,7 @@ from . import checkpoint
 from .card_text import Records, auto_class, card_text
 from .configuration_drope import public_settings
 from .drope_parameters import DroPEParameters
+from .provenance import model_files, sha256
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
@@ -53,7 +54,8 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
         The card, `README.md` in the folder.
 
     Raises:
-        ValueError: one sentence: no converted folder, a card that cannot be read, or results of other models; nothing changed.
+        ValueError: one sentence: no converted folder, a card that cannot be read, or results of other models or other weights;
+            nothing changed.
     """
     path = Path(folder)
     text = card_with(path, results)
@@ -65,7 +67,14 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
 
 def update_cards(results: dict[str, Any]) -> list[Path]:
     """`update_card` for every converted folder among the models of an evaluation; returns the cards."""
-    return [update_card(model["path"], results) for model in results["models"] if model.get("role") == "converted"]
+    return [update_card(model["path"], results) for model in _converted(results)]
+
+
+def _converted(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The converted models as they are; with its position terms stretched, one lies in the same folder."""
+    return [
+        model for model in results["models"] if model.get("role") == "converted" and not model.get("position_scaling")
+    ]
 
 
 def card_with(folder: str | Path, results: dict[str, Any] | None = None) -> str:
@@ -200,7 +209,8 @@ def _eval_results(evaluation: dict[str, Any]) -> list[Any]:
     from huggingface_hub import EvalResult
 
     results: list[Any] = []
-    for row in (row for row in evaluation.get("perplexity", ()) if row["model"] == evaluation["name"]):
+    mine = [row for row in evaluation.get("perplexity", ()) if row["model"] == evaluation["name"]]
+    for row in (row for row in mine if row["perplexity"] is not None):
         text = evaluation.get("text") or {}
         results.append(
             EvalResult(
@@ -232,15 +242,19 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The part of an evaluation's results that belongs into a folder: its own numbers, its source's and the baselines'.
 
     Raises:
-        ValueError: the folder is not among the models.
+        ValueError: the folder is not among the models, or has changed since.
     """
     here = folder.resolve()
-    models = [model for model in results["models"] if model.get("role") == "converted"]
+    models = _converted(results)
     mine = next((model for model in models if Path(model["path"]).resolve() == here), None)
     mine = mine or next((model for model in models if model["name"] == here.name), None)
     if mine is None:
         names = ", ".join(model["name"] for model in models) or "none"
         raise ValueError(f"{folder} is not among the evaluated models ({names}); evaluate it first.")
+    if mine["sha256"] != sha256(model_files(folder)):
+        raise ValueError(
+            f"{folder} is not the model that was evaluated: its weights or config changed; evaluate it again."
+        )
     # Variants: the source under RoPE scaling, and, of this folder's own path, this model with its position terms stretched.
     paths = {mine["path"], *(model["path"] for model in results["models"] if model.get("role") == "source")}
     kept = [model for model in results["models"] if model["path"] in paths or model.get("scaling")]

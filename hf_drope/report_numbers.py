@@ -19,6 +19,11 @@ class Interval(NamedTuple):
     high: float
     note: str = ""
 
+    @property
+    def has_width(self) -> bool:
+        """A figure from one window of text has no interval: both its bounds are the figure."""
+        return self.low < self.high
+
 
 class Results:
     """A `results.json`, finished or not.
@@ -121,6 +126,8 @@ def _interval(row: dict[str, Any], key: str) -> Interval | None:
 def verdict(one: Interval | None, reference: Interval | None, higher_is_better: bool) -> str:
     """ "better" or "worse" where the intervals do not overlap, else empty."""
     if one is None or reference is None or (one.note != reference.note):
+        return ""
+    if not (one.has_width and reference.has_width):
         return ""
     if one.low > reference.high:
         return "better" if higher_is_better else "worse"

@@ -113,7 +113,9 @@ def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
 def perplexity_by_length(results: Results, colours: dict[str, str]) -> Markup:
     def content(name: str, length: int) -> Cell:
         found = results.perplexity_at(name, length)
-        return Cell("–") if found is None else Cell(number(found.value), f"{number(found.low)}–{number(found.high)}")
+        if found is None:
+            return Cell("–")
+        return Cell(number(found.value), f"{number(found.low)}–{number(found.high)}" if found.has_width else "")
 
     rows = [
         [model_cell(results, colours, name), *(content(name, at) for at in results.lengths)] for name in results.names

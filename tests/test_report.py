@@ -365,6 +365,9 @@ def test_a_marked_cell_is_one_whose_interval_is_apart_from_the_source():
     assert verdict(other, source, higher_is_better=False) == "worse"
     assert verdict(Interval(0.7, 0.6, 0.8), source, higher_is_better=True) == ""
     assert verdict(other, None, higher_is_better=True) == ""
+    # Of one window there is no interval, and a point lies apart from everything.
+    assert verdict(Interval(0.7, 0.7, 0.7), source, higher_is_better=True) == ""
+    assert verdict(other, Interval(0.5, 0.5, 0.5), higher_is_better=True) == ""
     assert verdict(other, source._replace(note="1 of 2 tasks"), higher_is_better=True) == ""
 
 
