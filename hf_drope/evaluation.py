@@ -14,7 +14,6 @@ from tqdm import tqdm
 from .checkpoint import read_json
 from .context_scaling import ROPE_SCALINGS
 from .evaluation_plan import (
-    DTYPES,
     PERPLEXITY,
     TEXT_TOKENS,
     Settings,
@@ -250,6 +249,6 @@ def load(subject: Subject, length: int, dtype: str) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        subject.folder, config=subject.config_at(length), dtype=DTYPES[dtype]
+        subject.folder, config=subject.config_at(length), dtype=dtype
     )
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

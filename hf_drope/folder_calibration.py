@@ -17,9 +17,10 @@ from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .drope_parameters import DroPEParameters
-from .model_card import update_card, write_whole
+from .model_card import update_card
 from .position_modules import rotary_places
 from .text import text_windows
+from .whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from .card_text import Records, auto_class, card_text
 from .configuration_drope import public_settings
 from .drope_parameters import DroPEParameters
 from .provenance import model_files, sha256
+from .whole_file import write_whole
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
@@ -318,16 +318,6 @@ def shown_command(arguments: Sequence[str]) -> list[str]:
         return f"{option}{equals}{path.resolve().name if value in ('.', '..') else path.name}" if is_home else argument
 
     return [Path(arguments[0]).name, *map(shown, arguments[1:])]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is the old one or the new one, whatever happens."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(text.encode("utf-8"))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def free_source_card(names: set[str]) -> str:

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .schedule import STAGES
+from .whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ class ConvergenceRecord(TrainerCallback):
         history = _up_to(state.log_history, state.global_step)
         if len(kept) < len(history):
             kept = [{**entry, **self._place(entry["step"])} for entry in history]
-        part = self._path.with_name(f"{METRICS_FILE}.part")
-        part.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(part, self._path)
+        write_whole(self._path, "".join(map(_line, kept)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # An evaluation before any training belongs to no run.

@@ -357,7 +357,10 @@ def provenance(results: Results) -> Markup:
     entries: list[tuple[object, object]] = []
     for key, value in results.provenance.items():
         if value is not None:
-            text = shlex.join(map(str, value)) if isinstance(value, list) else value
+            if key == "continued_with":
+                text: object = "; ".join(", ".join(f"{name} {new}" for name, new in later.items()) for later in value)
+            else:
+                text = shlex.join(map(str, value)) if isinstance(value, list) else value
             shown = Markup(f"<code>{markup(text)}</code>") if key in ("command", "git_revision") else text
             entries.append((key.replace("_", " "), shown))
     text = results.content.get("text") or {}

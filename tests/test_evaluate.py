@@ -21,6 +21,8 @@ from hf_drope.demo import byte_tokenizer
 from hf_drope.evaluation_plan import unique_names
 from hf_drope.evaluation_table import describe
 from hf_drope.perplexity import measure_perplexity
+from hf_drope.provenance import provenance
+from hf_drope.report import write_report
 from hf_drope.retrieval import check_tokenizer, draw_samples
 from hf_drope.retrieval_tasks import TASKS
 from hf_drope.text import leading_tokens
@@ -246,6 +248,58 @@ def test_other_weights_under_the_same_name_are_another_evaluation(folders, tmp_p
         evaluate(tmp_path / "model", tmp_path / "out", **options)
 
 
+def test_another_tokenizer_in_the_same_folder_is_not_gone_on_with(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "model")
+    options = {"tasks": ["perplexity"], "lengths": [32], "text_files": [folders / "text.txt"], "report": False}
+    evaluate(tmp_path / "model", tmp_path / "out", **options)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["other"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="holds an evaluation of model with another tokenizer"):
+        evaluate(tmp_path / "model", tmp_path / "out", **options)
+
+
+def test_a_run_that_goes_on_under_other_versions_says_so(folders, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("hf_drope.evaluation.measure_retrieval", failing)
+    with pytest.raises(ValueError, match="nope stops at passkey"):
+        run(folders, tmp_path / "out")
+    monkeypatch.undo()
+    versions = provenance()
+    monkeypatch.setattr("hf_drope.evaluation_results.provenance", lambda: {**versions, "torch": "99.0", "threads": 77})
+    told = run(folders, tmp_path / "out")["provenance"]
+    assert (told["torch"], told["continued_with"]) == (torch.__version__, [{"torch": "99.0", "threads": 77}])
+    monkeypatch.setattr("hf_drope.evaluation_results.provenance", lambda: {**versions, "torch": "100.0"})
+    again = run(folders, tmp_path / "out")["provenance"]
+    assert (again["continued_with"], again["finished"]) == (told["continued_with"], told["finished"])
+    page = write_report(tmp_path / "out")[0].read_text()
+    assert "torch 99.0, threads 77" in page
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_work(folders, tmp_path, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("it loaded a model")
+
+    monkeypatch.setattr("hf_drope.evaluation.load", never)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(folders, tmp_path / "file" / "out")
+
+
+def test_a_folder_without_a_figure_may_become_another_evaluations(folders, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("hf_drope.evaluation.measure_perplexity", failing)
+    with pytest.raises(ValueError, match="nope stops at perplexity"):
+        run(folders, tmp_path / "out", seed=1)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["perplexity"] == []
+    assert run(folders, tmp_path / "out", tasks=["perplexity"])["settings"]["seed"] == 0
+
+
 def test_the_table_shows_every_figure_with_its_interval(whole):
     results, *_ = whole
     text = describe(results)
@@ -292,14 +346,12 @@ def test_lists_are_given_with_commas_or_spaces(lengths, monkeypatch):
     asked = {}
 
     def noting(models, out, **options):
-        asked.update(options)
+        asked.update(options, out=out)
         raise ValueError("enough")
 
     monkeypatch.setattr("hf_drope.evaluation.evaluate", noting)
-    assert (
-        main(["evaluate", "a", "--out", "b", "--lengths", *lengths, "--tasks", "passkey", "--rope-scaling", "none"])
-        == 2
-    )
+    assert main(["evaluate", "a", "--lengths", *lengths, "--tasks", "passkey", "--rope-scaling", "none"]) == 2
+    assert asked["out"] == "hf-drope-evaluation"
     assert (asked["lengths"], asked["tasks"], asked["rope_scaling"]) == ([32, 64], ["passkey"], [])
 
 

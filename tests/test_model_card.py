@@ -14,8 +14,8 @@ from test_examples import write_words
 
 from hf_drope import convert_checkpoint, plan_conversion
 from hf_drope.cli import main
-from hf_drope.provenance import model_files, sha256
 from hf_drope.model_card import BEGIN, END, shown_command, update_card, update_cards
+from hf_drope.provenance import model_files, sha256
 
 SOURCE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: someone/older\n---\n# The source\nMMLU 99\n"
 
