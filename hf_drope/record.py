@@ -116,7 +116,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     """Draw the record of a run as a PNG, with a panel for each of these that was recorded:
 
         loss, eval_loss, eval_*_loss, distill/kl, drope/position_loss
-        drope/rope_scale, drope/temperature and drope/terms_scale
+        drope/rope_scale, drope/temperature, drope/gate and drope/terms_scale
         drope/bias_norm
 
     over `tokens`, or over `step` where an entry has no tokens, with the stages shaded and named. It needs no display.
@@ -138,7 +138,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     evaluations = {key for entry in entries for key in entry if key.startswith("eval_") and key.endswith("loss")}
     candidates = {
         "loss": ["loss", *sorted(evaluations), "distill/kl", "drope/position_loss"],
-        "strength": ["drope/rope_scale", "drope/temperature", "drope/terms_scale"],
+        "strength": ["drope/rope_scale", "drope/temperature", "drope/gate", "drope/terms_scale"],
         "bias norm": ["drope/bias_norm"],
     }
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
