@@ -15,7 +15,6 @@ import torch
 import hf_drope  # noqa: F401  (registers the classes)
 
 from .checkpoint import RUN_DTYPES
-from .configuration_drope import auto_map
 from .context_scaling import (
     POSITION_SCALINGS,
     ROPE_SCALINGS,
@@ -30,7 +29,7 @@ from .context_scaling import (
 )
 from .conversion_plan import read_source
 from .drope_parameters import unknown
-from .folder_calibration import load_tokenizer
+from .folder_calibration import load_tokenizer, predicts_next_tokens
 from .model_facts import FACTS
 from .provenance import model_files, sha256
 from .retrieval_tasks import TASKS
@@ -236,7 +235,10 @@ def _read_subject(folder: Path, given: str, name: str, is_source: bool, longest:
     is_converted = model_type.endswith("_drope") or "attention_type" in content
     if is_source and is_converted:
         raise ValueError(f"{given} is a converted model; give its source with --against.")
-    _refuse_encoder(content, given)
+    if not predicts_next_tokens(content):
+        raise ValueError(
+            f"{given} is a {model_type} that predicts no next tokens; evaluate takes causal language models."
+        )
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -251,15 +253,6 @@ def _read_subject(folder: Path, given: str, name: str, is_source: bool, longest:
     if len(files) == 1:
         raise ValueError(f"{given} holds no weights.")
     return Subject(name, folder, given, role, config, sha256(files)), model
-
-
-def _refuse_encoder(content: dict[str, Any], given: str) -> None:
-    names = content.get("architectures") or []
-    is_encoder = any("MaskedLM" in name for name in names)
-    if is_encoder or "AutoModelForCausalLM" not in auto_map(str(content.get("model_type"))):
-        raise ValueError(
-            f"{given} is a {content.get('model_type')} that predicts no next tokens; evaluate takes causal language models."
-        )
 
 
 def load_tokenizers(subjects: Sequence[Subject]) -> dict[Path, Any]:

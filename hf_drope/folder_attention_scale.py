@@ -27,7 +27,7 @@ from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .convert import termination_raises
 from .drope_parameters import DroPEParameters, unknown
-from .folder_calibration import TOKENS, load_tokenizer, refresh_card, refuse_encoder, text_hashes
+from .folder_calibration import TOKENS, load_model, load_tokenizer, refresh_card, refuse_encoder, text_hashes
 from .text import leading_tokens
 from .verify import quiet_transformers
 from .whole_file import write_whole
@@ -70,14 +70,11 @@ def fit_checkpoint_attention_scale(
     Raises:
         ValueError: one sentence on why the folder, the text or the arguments cannot be used; nothing was written.
     """
-    import transformers
 
     task = _plan(model_path, text_files, lengths, original_length, tokens, dtype)
     with quiet_transformers():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.folder, dtype=dtype)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
         report = fit_attention_scale(
-            model,
+            load_model(task.folder, dtype),
             task.ids,
             tokenizer=task.tokenizer,
             lengths=task.lengths,

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import save_byte_tokenizer, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,7 +210,7 @@ def test_a_run_that_is_stopped_goes_on_and_equals_an_uninterrupted_one(whole, fo
         raise AssertionError("it was done")
 
     monkeypatch.setattr(evaluation, "measure_perplexity", never)
-    monkeypatch.setattr(evaluation, "load", never)
+    monkeypatch.setattr(evaluation, "load_model", never)
     assert without_clock(run(folders, out, ["nope", "taken-apart"], **options)) == without_clock(results)
 
 
@@ -282,7 +283,7 @@ def test_a_folder_that_cannot_be_written_is_found_out_before_the_work(folders, t
     def never(*args, **kwargs):
         raise AssertionError("it loaded a model")
 
-    monkeypatch.setattr("hf_drope.evaluation.load", never)
+    monkeypatch.setattr("hf_drope.evaluation.load_model", never)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         run(folders, tmp_path / "file" / "out")
@@ -456,8 +457,18 @@ def test_a_failure_in_a_unit_is_a_sentence_and_what_was_finished_is_kept(folders
 
     monkeypatch.setattr("hf_drope.evaluation.measure_retrieval", failing)
     with pytest.raises(ValueError, match=f"nope stops at passkey at length {WINDOW}: out of memory$"):
-        run(folders, tmp_path / "out")
+        run(folders, tmp_path / "out", report=True)
     assert len(json.loads((tmp_path / "out" / "results.json").read_text())["perplexity"]) == 1
+    assert "This evaluation is not finished: 1 of 4" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_model_that_lacks_a_weight_is_not_measured_with_a_random_one(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model holds no weights for model\.norm\.weight; save the whole"):
+        run(folders, tmp_path / "out", [tmp_path / "model"])
 
 
 def test_names_are_as_short_as_tells_folders_apart(tmp_path):
