@@ -132,7 +132,7 @@ def next_command(folder: Path) -> list[str]:
     """The command that evaluates a demo's models; a question and its answer would take more bytes than their window has."""
     models = [str(folder / "converted"), "--against", str(folder / "rope")]
     what = ["--lengths", ",".join(map(str, LENGTHS)), "--tasks", "perplexity", "--text", str(folder / _HELD_OUT)]
-    return ["hf-drope", "evaluate", *models, *what, "--out", str(folder / _EVALUATION)]
+    return ["hf-drope", "evaluate", *models, *what, "--out", str(folder / _EVALUATION), "--update-card"]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

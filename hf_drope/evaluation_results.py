@@ -115,7 +115,7 @@ def _check_same(out: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None
 
 def _note_changes(earlier: dict[str, Any], now: dict[str, Any]) -> None:
     """Keep, in an unfinished evaluation that goes on, what is another version or machine than the one before."""
-    if earlier["finished"] is not None:
+    if earlier.get("finished") is not None:
         return
     keys = ("hf_drope", "git_revision", "torch", "transformers", "python", "cpu", "threads")
     changed = {key: now[key] for key in keys if now[key] != earlier.get(key)}

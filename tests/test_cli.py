@@ -127,6 +127,7 @@ def test_demo_tells_the_whole_story(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert out.split("\n")[0].split() == ["perplexity", "128", "256", "512", "1024"]
     assert {file.suffix for file in (tmp_path / "demo/evaluation").iterdir()} == {".json", ".html", ".png"}
+    assert "| **this model** |" in (tmp_path / "demo/converted/README.md").read_text(encoding="utf-8")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("mine")
     code, _, err = run(capsys, "demo", "--out", tmp_path / "other")
