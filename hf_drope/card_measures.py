@@ -74,7 +74,9 @@ def _table(evaluation: dict[str, Any], groups: dict[str, list[Row]], cell: Calla
 def _role(model: Row) -> str:
     if model.get("position_scaling"):
         return " (this model, its position terms stretched)"
-    return {"source": " (the source)", "baseline": " (baseline)"}.get(model.get("role", ""), "")
+    return {"source": " (the source)", "baseline": " (baseline)", "stock": " (a stock model)"}.get(
+        model.get("role", ""), ""
+    )
 
 
 def _perplexity(row: Row) -> str:

@@ -47,7 +47,7 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
     Args:
         folder: a converted checkpoint folder.
         results: of `hf-drope evaluate` (its `results.json`), in which the folder is one of the models: what was measured of it,
-            of the source and of the baselines is kept in `drope_evaluation.json` with a fingerprint of weights and settings,
+            of the source, of the baselines and of stock models is kept in `drope_evaluation.json` with a fingerprint of weights and settings,
             and is in the card until these change.
 
     Returns:
@@ -239,7 +239,7 @@ def _eval_results(evaluation: dict[str, Any]) -> list[Any]:
 
 
 def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The part of an evaluation's results that belongs into a folder: its own numbers, its source's and the baselines'.
+    """The part of an evaluation's results that belongs into a folder: its own numbers and those of all that is not converted.
 
     Raises:
         ValueError: the folder is not among the models, or has changed since.
@@ -255,9 +255,13 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} is not the model that was evaluated: its weights or config changed; evaluate it again."
         )
-    # Variants: the source under RoPE scaling, and, of this folder's own path, this model with its position terms stretched.
-    paths = {mine["path"], *(model["path"] for model in results["models"] if model.get("role") == "source")}
-    kept = [model for model in results["models"] if model["path"] in paths or model.get("scaling")]
+    # With this model those of its path, its position terms stretched; beside it the source, what scales its RoPE, and stock
+    # models, such as the source after the same training.
+    kept = [
+        model
+        for model in results["models"]
+        if model["path"] == mine["path"] or model.get("role") in ("source", "baseline", "stock")
+    ]
     kept_names = {model["name"] for model in kept}
     provenance = dict(results["provenance"])
     if provenance.get("command"):

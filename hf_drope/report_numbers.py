@@ -173,7 +173,8 @@ def _merge(
 
 
 class Finding(NamedTuple):
-    """One model at one length beside its source and, beyond the window, the best of the source's scalings."""
+    """One model at one length beside its source and the best of those that keep RoPE: stock models, such as the source after
+    the same training, and beyond the window the source's scalings."""
 
     length: int
     what: str
@@ -208,14 +209,15 @@ def _findings(results: Results, name: str, lengths: Sequence[int]) -> list[Findi
             mine, theirs = value_at(name, length), value_at(source, length)
             if mine is None:
                 continue
-            rivals = [other for other in results.names if results.role(other) == "baseline"]
-            scaled = [
+            roles = ("stock", "baseline") if results.beyond(length) else ("stock",)
+            rivals = [
                 (value, other)
-                for other in (rivals if results.beyond(length) else ())
+                for other in results.names
+                if other != name and results.role(other) in roles
                 if (value := value_at(other, length)) is not None and value.note == mine.note
             ]
             comparable = theirs if theirs is not None and theirs.note == mine.note else None
-            found.append(Finding(length, what, mine, comparable, choose(scaled, default=None)))
+            found.append(Finding(length, what, mine, comparable, choose(rivals, default=None)))
     return found
 
 

@@ -63,6 +63,7 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         {"name": "src + ntk", "path": str(source), "window": 64, **scaled},
         {"name": "mine", "path": str(folder), "role": "converted", "scaling": None, "window": 64},
         {"name": "mine + yarn", "path": str(folder), "role": "converted", "position_scaling": "yarn", "window": 64},
+        {"name": "same tokens", "path": "trained", "role": "stock", "scaling": None, "window": 64},
         {"name": "stranger", "path": "elsewhere", "role": "converted", "scaling": None, "window": 64},
     ]
     for model in models[:4]:
@@ -72,6 +73,7 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         "src + ntk": (1.0, 0.5),
         "mine": (0.6, 0.4),
         "mine + yarn": (0.6, 0.5),
+        "same tokens": (0.9, 0.0),
         "stranger": (0.1, 0.1),
     }
     values = {
@@ -79,6 +81,7 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         "src + ntk": (10.0, 12.0),
         "mine": (12.5, 11.25),
         "mine + yarn": (12.5, 11.0),
+        "same tokens": (9.0, 80.0),
         "stranger": (7.0, 7.0),
     }
     return {
@@ -253,6 +256,7 @@ def test_measured_numbers_stand_beside_the_source_and_the_baselines(tmp_path):
     assert "| **this model** | 12.5 (12–13) | 11.25 (10.75–11.75) |" in text
     assert "| passkey | **this model** | 60 % (50–70) | 40 % (30–50) |" in text
     assert "| mine + yarn (this model, its position terms stretched) | 12.5 (12–13) | 11 (10.5–11.5) |" in text
+    assert "| same tokens (a stock model) | 9 (8.5–9.5) | 80 (79.5–80.5) |" in text
     assert "stranger" not in card(folder)
     assert all(word in text for word in ("`book.txt`", "ab" * 8, "hf_drope 9.8.7", "seed 3", "20 trials"))
     limits = section(folder, "Limits")
@@ -343,7 +347,7 @@ def test_numbers_of_other_settings_leave_the_card(tmp_path):
 def test_every_converted_folder_of_an_evaluation_gets_its_numbers(tmp_path):
     first, second = converted(tmp_path), converted(tmp_path, "simple")
     found = results(first, tmp_path / "src")
-    found["models"][4] |= {"path": str(second), "sha256": sha256(model_files(second))}
+    found["models"][5] |= {"path": str(second), "sha256": sha256(model_files(second))}
     # One whose position terms were stretched as well is one folder.
     assert update_cards(found) == [first / "README.md", second / "README.md"]
     assert "| **this model** | 12.5 (12–13) |" in card(first)

@@ -409,6 +409,17 @@ def test_findings_compare_with_the_source_and_beyond_the_window_with_its_best_sc
     assert outside.best[0] == best
 
 
+def test_findings_do_not_leave_out_the_source_after_the_same_training():
+    stock = f"{SOURCE}-same-tokens"
+    made = sample_results(lengths=(2048, 8192), tasks=TASKS[:1], names=(*FEW, stock), layers=1)
+    read = Results(made)
+    read.retrieval[stock, TASKS[0], 8192] |= {"rate": 0.99, "low": 0.9, "high": 1.0}
+    *_, inside, outside = findings(read)["nope"]
+    assert [row.best and row.best[1] for row in (inside, outside)] == [stock, stock]
+    read.retrieval[stock, TASKS[0], 8192] |= {"rate": 0.0, "low": 0.0, "high": 0.1}
+    assert findings(read)["nope"][-1].best[1].startswith(f"{SOURCE} + ")
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(18.44, "18.4"), (1.0, "1.00"), (999.7, "1,000"), (12345, "12,300"), (2.5e7, "2.5e7"), (None, "–")],
