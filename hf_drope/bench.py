@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .bench_measures import MEASURES, PEAKS, STATUS, measurement
 from .bench_report import Row
 from .bench_variants import STOCK, Variant, build, too_large, variants
+from .checkpoint import RUN_DTYPES
 from .modeling_drope import apply_drope
 from .provenance import cpu_name
 
 USUAL_MEASURES = ("prefill", "memory", "decode", "train")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLASH = {"flash_attention_2": "flash_attn_2", "flash_attention_3": "flash_attn_3", "flash_attention_4": "flash_attn_4"}
 # Variants measured between two runs of the stock model, so that both see the same machine.
 _GROUP = 3
@@ -109,7 +109,7 @@ def bench(
     config = load_config(model)
     _check_family(config)
     chosen = _choose(variants(tuple(backends)), only, every)
-    place, kind = torch.device(device), DTYPES[dtype]
+    place, kind = torch.device(device), getattr(torch, dtype)
     _check_memory(config, lengths, measures, kind, place, batch_size, longest_training)
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=stock_backend).to(place).eval()
@@ -166,8 +166,8 @@ def _check(
     for name in measures:
         if name not in MEASURES:
             raise ValueError(f"measure is {name!r}; known are {', '.join(MEASURES)}.")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(DTYPES)}.")
+    if dtype not in RUN_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(RUN_DTYPES)}.")
     for name, numbers in (("length", lengths), ("rounds", [rounds]), ("batch_size", [batch_size])):
         for number in numbers:
             if number < (2 if name == "length" else 1):
@@ -179,7 +179,7 @@ def _check(
     if set(PEAKS) & set(measures) and torch.device(device).type == "cpu" and not STATUS.is_file():
         raise ValueError("Peak memory on the CPU is read from /proc, which only Linux has; leave 'memory' out.")
     try:
-        one = torch.ones(1, 1, 2, 2, dtype=DTYPES[dtype], device=device)
+        one = torch.ones(1, 1, 2, 2, dtype=getattr(torch, dtype), device=device)
         torch.nn.functional.scaled_dot_product_attention(one @ one, one, one, is_causal=True)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{device} cannot compute in {dtype}: {str(error).splitlines()[0]}") from error

@@ -74,11 +74,20 @@ def _table(evaluation: dict[str, Any], groups: dict[str, list[Row]], cell: Calla
 def _role(model: Row) -> str:
     if model.get("position_scaling"):
         return " (this model, its position terms stretched)"
-    return {"source": " (the source)", "baseline": " (baseline)"}.get(model.get("role", ""), "")
+    return {"source": " (the source)", "baseline": " (baseline)", "stock": " (a stock model)"}.get(
+        model.get("role", ""), ""
+    )
 
 
 def _perplexity(row: Row) -> str:
-    return f"{row['perplexity']:.4g} ({row['low']:.4g}–{row['high']:.4g})"
+    if row["perplexity"] is None:
+        return "not a number"
+    # Of one window there is no interval.
+    return f"{row['perplexity']:.4g}" + (f" ({row['low']:.4g}–{row['high']:.4g})" if _has_interval(row) else "")
+
+
+def _has_interval(row: Row) -> bool:
+    return row["low"] is not None and row["high"] is not None
 
 
 def _rate(row: Row) -> str:
@@ -110,7 +119,11 @@ def _worse(evaluation: dict[str, Any]) -> list[str]:
     source = next((model["name"] for model in evaluation["models"] if model.get("role") == "source"), None)
     if source is None:
         return ["The source was not measured beside it, so these numbers do not say what the conversion cost."]
-    pairs = _pairs(evaluation["perplexity"], evaluation["name"], source)
+    pairs = [
+        (mine, theirs)
+        for mine, theirs in _pairs(evaluation["perplexity"], evaluation["name"], source)
+        if _has_interval(mine) and _has_interval(theirs)
+    ]
     found = [
         f"{mine['length']} tokens (+{100 * (mine['perplexity'] / theirs['perplexity'] - 1):.1f} %)"
         for mine, theirs in pairs
@@ -145,6 +158,13 @@ def _gaps(evaluation: dict[str, Any]) -> list[str]:
     for name in ("perplexity", "retrieval"):
         if not any(row["model"] == evaluation["name"] for row in evaluation[name]):
             lines.append(f"{name.capitalize()} was not measured.")
+    perplexities = [row for row in mine if "perplexity" in row]
+    broken = [str(row["length"]) for row in perplexities if row["perplexity"] is None]
+    if broken:
+        lines.append(f"Its perplexity is no finite number at {', '.join(broken)} tokens.")
+    bare = [str(row["length"]) for row in perplexities if row["perplexity"] is not None and not _has_interval(row)]
+    if bare:
+        lines.append(f"The text held too few windows of {', '.join(bare)} tokens for an interval of the perplexity.")
     model = next(model for model in evaluation["models"] if model["name"] == evaluation["name"])
     if mine:
         longest = max(row["length"] for row in mine)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# What a model may be run in, as names in torch.
+RUN_DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLE = 1 << 12
 # The format's own bound on a header, which keeps a damaged length from asking for all memory.
 _LARGEST_HEADER = 100_000_000

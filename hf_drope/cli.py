@@ -190,7 +190,12 @@ def _parser() -> argparse.ArgumentParser:
         "Measure perplexity by position and retrieval of models at several lengths, beside scaled RoPE.",
     )
     sub.add_argument("models", nargs="+", metavar="MODEL", help="folders of converted or stock models")
-    sub.add_argument("--out", required=True, metavar="DIR", help="for results and report; a stopped run goes on there")
+    sub.add_argument(
+        "--out",
+        default="hf-drope-evaluation",
+        metavar="DIR",
+        help="for results and report; a stopped run goes on there (default: %(default)s)",
+    )
     sub.add_argument("--against", metavar="SRC", help="the source's folder, which is measured as well")
     listed: dict[str, Any] = {"nargs": "+", "action": _Listed}
     sub.add_argument(

@@ -2,7 +2,8 @@
 
     pi        every frequency divided by s (arXiv 2306.15595): "linear" in Transformers
     ntk       θ · s^(d / (d − 2)) for d rotated channels: the fastest pair unchanged, the slowest divided by s
-    dynamic   the same, by the length so far: "dynamic" in Transformers, with factor s
+    dynamic   ntk with s·l / window − s + 1 in the place of s, where l is the longest length so far: "dynamic" in Transformers
+              with factor s, which at length s · window comes to s² − s + 1
     yarn      fast pairs unchanged, slow ones divided by s, a factor on the scores (arXiv 2309.00071)
 
 for the RoPE of a stock model, and `position_scaling` for the position terms of a disentangled bias alone.

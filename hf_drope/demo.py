@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -43,19 +44,20 @@ LENGTHS = (WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW)
 _BATCH = 16
 _PRETRAINING_STEPS, _RECALIBRATION_STEPS = 800, 300
 _TRAINING_BYTES, _HELD_OUT_BYTES = 6_000_000, 400_000
-_MARK = "demo.json"
+_MARK, _HELD_OUT, _EVALUATION = "demo.json", "held_out.txt", "evaluation"
 
 
 def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0) -> str:
     """Run the demo.
 
     Args:
-        out: folder for the two models, `demo.json` and `demo.png` (with matplotlib); an earlier demo there is replaced.
+        out: folder for the two models, `held_out.txt`, `demo.json` and `demo.png` (with matplotlib); an earlier demo there, with
+            its evaluation, is replaced.
         parameters: settings of the converted model.
         scale: multiplies the number of training steps.
 
     Returns:
-        A table of held-out perplexity by context length, and where everything lies.
+        A table of held-out perplexity by context length, where everything lies, and the command that looks further.
 
     Raises:
         ValueError: `out` holds something else than an earlier demo, or `scale` is not positive.
@@ -67,11 +69,14 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         raise ConversionError(f"{folder} is not empty and holds no earlier demo; give another folder with --out.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARK).write_text("{}\n")
-    for name in ("rope", "converted", "trainer"):
+    for name in ("rope", "converted", "trainer", _EVALUATION):
         shutil.rmtree(folder / name, ignore_errors=True)
 
     started = time.monotonic()
     train, held_out = _standard_library()
+    # The last character may be cut.
+    text = bytes(held_out.tolist()).decode("utf-8", errors="ignore")
+    (folder / _HELD_OUT).write_bytes(text.encode("utf-8"))
     steps, more = (max(2, round(count * scale)) for count in (_PRETRAINING_STEPS, _RECALIBRATION_STEPS))
     evaluations = 4 * len(LENGTHS)
     with tqdm(total=steps + 2 * more + evaluations, unit="step", file=sys.stderr, mininterval=0.5) as bar:
@@ -116,8 +121,18 @@ def run_demo(out: str | Path, parameters: DroPEParameters, *, scale: float = 1.0
         "",
         f"{seconds:.0f} s; the converted model is in {folder / 'converted'}, the numbers in {folder / _MARK}",
         f"picture: {picture}" if picture else "no picture: install the 'plot' extra for matplotlib",
+        "",
+        "next, a report by position and beside scaled RoPE, in a minute or two:",
+        f"  {shlex.join(next_command(folder))}",
     ]
     return "\n".join(lines)
+
+
+def next_command(folder: Path) -> list[str]:
+    """The command that evaluates a demo's models; a question and its answer would take more bytes than their window has."""
+    models = [str(folder / "converted"), "--against", str(folder / "rope")]
+    what = ["--lengths", ",".join(map(str, LENGTHS)), "--tasks", "perplexity", "--text", str(folder / _HELD_OUT)]
+    return ["hf-drope", "evaluate", *models, *what, "--out", str(folder / _EVALUATION), "--update-card"]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

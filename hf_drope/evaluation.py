@@ -14,7 +14,6 @@ from tqdm import tqdm
 from .checkpoint import read_json
 from .context_scaling import ROPE_SCALINGS
 from .evaluation_plan import (
-    DTYPES,
     PERPLEXITY,
     TEXT_TOKENS,
     Settings,
@@ -25,9 +24,11 @@ from .evaluation_plan import (
     units,
 )
 from .evaluation_results import ResultsFile
+from .folder_calibration import load_model
 from .model_facts import model_facts
 from .perplexity import measure_perplexity, window_starts
 from .provenance import sha256
+from .report import write_report
 from .retrieval import check_tokenizer, draw_samples, measure_retrieval, smallest_length
 from .retrieval_tasks import DIGITS
 from .text import beginning, leading_tokens
@@ -76,7 +77,7 @@ def evaluate(
         text_tokens: at most so many of the text, from its beginning; default 32,768, or twice the longest length.
         batch_size: sequences at a time; default up to 8,192 tokens.
         bench: a file of `hf-drope bench --json`, for the report's table of costs.
-        report: whether to write `report.html` and its figures at the end.
+        report: whether to write `report.html` and its figures at the end, or where a model fails.
 
     Returns:
         What `results.json` holds.
@@ -110,10 +111,14 @@ def evaluate(
     models = [models] if isinstance(models, str | Path) else list(models)
     with quiet_transformers():
         run = _Run(find_subjects(models, against, settings), settings, text_files, Path(out), progress)
-        run.all()
+        try:
+            run.all()
+        except ValueError:
+            # Of what is there; the page says that it is not finished.
+            if report and run.results.done():
+                write_report(out, bench)
+            raise
     if report:
-        from .report import write_report
-
         write_report(out, bench)
     return run.results.content
 
@@ -167,10 +172,10 @@ class _Run:
                     f"{first.name} and {subject.name} have different tokenizers, so their perplexities say nothing about each "
                     "other; evaluate them apart, or leave perplexity out."
                 )
-            if int(ids.max()) >= subject.config.vocab_size:
+            known = subject.config.get_text_config().vocab_size
+            if int(ids.max()) >= known:
                 raise ValueError(
-                    f"The tokenizer of {subject.name} gives token {int(ids.max())}, but the model knows only "
-                    f"{subject.config.vocab_size}."
+                    f"The tokenizer of {subject.name} gives token {int(ids.max())}, but the model knows only {known}."
                 )
         # Says whether there is enough of it.
         window_starts(len(ids), self.longest, self.longest)
@@ -228,9 +233,8 @@ class _Run:
             samples = self.samples[unit.task]
             return measure_retrieval(model, tokenizer, samples, unit.length, batch_size=rows, advance=advance)
         except (IndexError, KeyError, RuntimeError) as error:
-            raise ValueError(
-                f"{unit.subject.name} stops at {unit.task} at length {unit.length}: {str(error).splitlines()[0]}"
-            ) from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{unit.subject.name} stops at {unit.task} at length {unit.length}: {reason}") from error
 
     def _model(self, unit: Unit) -> Any:
         """The model of a unit, loaded unless the last one was the same."""
@@ -239,17 +243,8 @@ class _Run:
         if self._loaded[0] != key:
             # The one before goes first: two may not fit.
             self._loaded = (None, None)
-            self._loaded = (key, load(subject, unit.length, self.settings.dtype))
+            config = subject.config_at(unit.length)
+            self._loaded = (key, load_model(subject.folder, self.settings.dtype, config))
             if subject.base is None:
                 self.results.set_facts(subject.name, model_facts(self._loaded[1], subject.folder, self.longest))
         return self._loaded[1]
-
-
-def load(subject: Subject, length: int, dtype: str) -> Any:
-    """A subject's model as it is for a length, on the GPU where there is one."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        subject.folder, config=subject.config_at(length), dtype=DTYPES[dtype]
-    )
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,7 @@ import torch
 
 import hf_drope  # noqa: F401  (registers the classes)
 
-from .configuration_drope import auto_map
+from .checkpoint import RUN_DTYPES
 from .context_scaling import (
     POSITION_SCALINGS,
     ROPE_SCALINGS,
@@ -29,16 +29,16 @@ from .context_scaling import (
 )
 from .conversion_plan import read_source
 from .drope_parameters import unknown
-from .folder_calibration import load_tokenizer
+from .folder_calibration import load_tokenizer, predicts_next_tokens
 from .model_facts import FACTS
-from .provenance import sha256
+from .provenance import model_files, sha256
 from .retrieval_tasks import TASKS
 
 PERPLEXITY = "perplexity"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TEXT_TOKENS = 32768
-# What the files of a tokenizer are called.
+# What the files of a tokenizer are called: those that make one, and those that go with them.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_PARTS = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
 # Without a batch size: as many rows as make this many tokens, at most so many.
 _BATCH_TOKENS, _BATCH_ROWS = 8192, 8
 
@@ -64,7 +64,7 @@ class Settings:
             ("task", self.tasks, (PERPLEXITY, *TASKS)),
             ("RoPE scaling", self.rope_scaling, ROPE_SCALINGS),
             ("position scaling", self.position_scaling, POSITION_SCALINGS),
-            ("dtype", (self.dtype,), DTYPES),
+            ("dtype", (self.dtype,), RUN_DTYPES),
         )
         for name, values, known in names:
             for value in values:
@@ -114,6 +114,8 @@ class Subject:
     # Whose figures these are within the window, where there is nothing to scale.
     base: str | None = None
     rotated: dict[str | None, int] | None = None
+    # Of the files of the tokenizer that it is read with.
+    tokenizer_sha256: str | None = None
 
     @property
     def window(self) -> int | None:
@@ -136,6 +138,7 @@ class Subject:
             "name": self.name,
             "path": self.given,
             "sha256": self.sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
             "model_type": self.config.model_type,
             "window": self.window,
             "scaling": self.scaling,
@@ -232,7 +235,10 @@ def _read_subject(folder: Path, given: str, name: str, is_source: bool, longest:
     is_converted = model_type.endswith("_drope") or "attention_type" in content
     if is_source and is_converted:
         raise ValueError(f"{given} is a converted model; give its source with --against.")
-    _refuse_encoder(content, given)
+    if not predicts_next_tokens(content):
+        raise ValueError(
+            f"{given} is a {model_type} that predicts no next tokens; evaluate takes causal language models."
+        )
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -243,37 +249,34 @@ def _read_subject(folder: Path, given: str, name: str, is_source: bool, longest:
             "the table with hf-drope convert."
         )
     role = "source" if is_source else "converted" if is_converted else "stock"
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not weights:
+    files = model_files(folder)
+    if len(files) == 1:
         raise ValueError(f"{given} holds no weights.")
-    return Subject(name, folder, given, role, config, sha256([folder / "config.json", *weights])), model
-
-
-def _refuse_encoder(content: dict[str, Any], given: str) -> None:
-    names = content.get("architectures") or []
-    is_encoder = any("MaskedLM" in name for name in names)
-    if is_encoder or "AutoModelForCausalLM" not in auto_map(str(content.get("model_type"))):
-        raise ValueError(
-            f"{given} is a {content.get('model_type')} that predicts no next tokens; evaluate takes causal language models."
-        )
+    return Subject(name, folder, given, role, config, sha256(files)), model
 
 
 def load_tokenizers(subjects: Sequence[Subject]) -> dict[Path, Any]:
-    """The tokenizer of each folder; where one has none, the source's.
+    """The tokenizer of each folder; where one has none, the source's. Each subject is told the hash of its own.
 
     Raises:
         ValueError: there is none.
     """
     source = next((subject.folder for subject in subjects if subject.role == "source"), None)
     tokenizers: dict[Path, Any] = {}
+    hashes: dict[Path, str] = {}
     for subject in subjects:
         home = subject.folder if _has_tokenizer(subject.folder) or source is None else source
         if not _has_tokenizer(home):
             raise ValueError(f"{subject.given} has no tokenizer; save one there, as tokenizer.save_pretrained does.")
         if home not in tokenizers:
             tokenizers[home] = load_tokenizer(home)
-        tokenizers[subject.folder] = tokenizers[home]
+            hashes[home] = sha256(_tokenizer_files(home))
+        tokenizers[subject.folder], subject.tokenizer_sha256 = tokenizers[home], hashes[home]
     return tokenizers
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [file for name in (*_TOKENIZERS, *_TOKENIZER_PARTS) if (file := folder / name).is_file()]
 
 
 def _has_tokenizer(folder: Path) -> bool:

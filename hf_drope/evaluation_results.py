@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 from .evaluation_plan import PERPLEXITY, Unit, comparable, fixed, identity
 from .provenance import provenance
 from .report import FORMAT, RESULTS
+from .whole_file import write_whole
 
 
 class ResultsFile:
-    """The results in a folder: those of an earlier run of the same evaluation, or none.
+    """The results in a folder: those of an earlier run of the same evaluation, or none; the file is there at once.
 
     Args:
         out: made if it is not there.
@@ -43,8 +43,11 @@ class ResultsFile:
         earlier = _earlier(out)
         if earlier is not None:
             _check_same(out, earlier, self.content)
+            _note_changes(earlier["provenance"], self.content["provenance"])
             self.content = earlier
         self._before = float(self.content["provenance"]["seconds"])
+        # A folder that cannot be written to is found out before the work.
+        self.write(0.0)
 
     def done(self) -> set[tuple[str, int, str]]:
         """The keys of the units that are there."""
@@ -75,15 +78,10 @@ class ResultsFile:
         """Replace the file; `seconds` are those of this run."""
         told = self.content["provenance"]
         told["seconds"] = round(self._before + seconds, 1)
-        if finished:
+        if finished and told["finished"] is None:
             told["finished"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f".{RESULTS}.part")
-        try:
-            part.write_text(json.dumps(self.content, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(part, self.path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self.path, json.dumps(self.content, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
@@ -100,13 +98,30 @@ def _earlier(out: Path) -> dict[str, Any] | None:
         content["identity"], content["provenance"]["seconds"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{out / RESULTS} is not an evaluation's; give another folder with --out.") from error
-    return content
+    # Before its first figure there is nothing to keep.
+    return content if content.get("perplexity") or content.get("retrieval") else None
 
 
 def _check_same(out: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
     if earlier["identity"] == now["identity"] and earlier.get("format") == FORMAT:
+        for mine, theirs in zip(earlier["models"], now["models"], strict=True):
+            if mine.get("tokenizer_sha256", theirs["tokenizer_sha256"]) != theirs["tokenizer_sha256"]:
+                raise ValueError(
+                    f"{out} holds an evaluation of {mine['name']} with another tokenizer; give another folder with --out."
+                )
         return
     raise ValueError(f"{out} holds another evaluation ({_difference(earlier, now)}); give another folder with --out.")
+
+
+def _note_changes(earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    """Keep, in an unfinished evaluation that goes on, what is another version or machine than the one before."""
+    if earlier.get("finished") is not None:
+        return
+    keys = ("hf_drope", "git_revision", "torch", "transformers", "python", "cpu", "threads")
+    changed = {key: now[key] for key in keys if now[key] != earlier.get(key)}
+    last = earlier.get("continued_with") or []
+    if changed and changed not in last:
+        earlier["continued_with"] = [*last, changed]
 
 
 def _difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:

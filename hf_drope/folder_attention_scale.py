@@ -27,12 +27,11 @@ from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .convert import termination_raises
 from .drope_parameters import DroPEParameters, unknown
-from .folder_calibration import TOKENS, load_tokenizer, refresh_card, refuse_encoder, text_hashes
-from .model_card import write_whole
+from .folder_calibration import TOKENS, load_model, load_tokenizer, refresh_card, refuse_encoder, text_hashes
 from .text import leading_tokens
 from .verify import quiet_transformers
+from .whole_file import write_whole
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CONFIG = "config.json"
 
 
@@ -71,14 +70,11 @@ def fit_checkpoint_attention_scale(
     Raises:
         ValueError: one sentence on why the folder, the text or the arguments cannot be used; nothing was written.
     """
-    import transformers
 
     task = _plan(model_path, text_files, lengths, original_length, tokens, dtype)
     with quiet_transformers():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.folder, dtype=DTYPES[dtype])
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
         report = fit_attention_scale(
-            model,
+            load_model(task.folder, dtype),
             task.ids,
             tokenizer=task.tokenizer,
             lengths=task.lengths,
@@ -124,8 +120,8 @@ def _plan(
             f"{folder} is a public DroPE checkpoint; give it our settings first: hf-drope convert {folder} DST."
         )
     refuse_encoder(content, "an attention scale")
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    if dtype not in checkpoint.RUN_DTYPES:
+        raise unknown("dtype", dtype, checkpoint.RUN_DTYPES)
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens is {tokens}; it has to be at least 2.")
     if not os.access(folder, os.W_OK):

@@ -17,9 +17,10 @@ from .calibration import LONGEST, CalibrationReport, calibrate, context_length
 from .configuration_drope import auto_map
 from .conversion_plan import RECORD, read_source
 from .drope_parameters import DroPEParameters
-from .model_card import update_card, write_whole
+from .model_card import update_card
 from .position_modules import rotary_places
 from .text import text_windows
+from .whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,15 @@ def calibrate_checkpoint(
     return report
 
 
+def predicts_next_tokens(config: dict[str, Any]) -> bool:
+    """Whether a folder with this config holds a causal language model."""
+    names = config.get("architectures") or []
+    return "AutoModelForCausalLM" in auto_map(str(config.get("model_type"))) and not any("MaskedLM" in n for n in names)
+
+
 def refuse_encoder(config: dict[str, Any], what: str) -> None:
     """Raise ValueError for a folder that predicts no next tokens: `what` is done with those."""
-    names = config.get("architectures") or []
-    if "AutoModelForCausalLM" not in auto_map(config["model_type"]) or any("MaskedLM" in name for name in names):
+    if not predicts_next_tokens(config):
         raise ValueError(
             f"{what} is for causal language models, and this is a {config['model_type']} that sees both sides; call "
             "hf_drope.calibrate with output_steps=0, and train it with a Trainer and DroPECallback."
@@ -130,6 +136,27 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
+
+
+def load_model(folder: Path, dtype: str, config: Any = None) -> Any:
+    """The causal language model of a folder, in evaluation mode, on the GPU where there is one.
+
+    Raises:
+        ValueError: the folder lacks a weight; Transformers would draw it at random.
+    """
+    import transformers
+
+    answer: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, output_loading_info=True
+    )
+    model, loaded = answer
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{folder} holds no weights for {missing[0]}{more}; save the whole causal language model there."
+        )
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def checkpoint_windows(

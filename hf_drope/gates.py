@@ -23,6 +23,10 @@ class Gate(Fp32Module):
     def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has to define forward.")
 
+    def constant(self) -> Tensor | None:
+        """The factor where the layer's input says nothing, (heads,) in fp32; None where the scores decide."""
+        return None
+
     def open(self) -> None:
         """Bring the factor to 1, or as near as leaves a gradient; a gate without parameters stays as it is."""
 
@@ -49,11 +53,12 @@ class HeadGate(Gate):
         else:
             self.t.copy_(-nn.functional.logsigmoid(self.g))
 
-    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+    def constant(self) -> Tensor:
         factor = self.g.float().sigmoid()
-        if self.t is not None:
-            factor = factor * self.t.float().exp()
-        return factor[None, :, None, None]
+        return factor if self.t is None else factor * self.t.float().exp()
+
+    def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
+        return self.constant()[None, :, None, None]
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, exponential={self.t is not None}"
@@ -103,6 +108,9 @@ class QueryGate(TemperatureGate):
     def open(self) -> None:
         self.weight.zero_()
         self.bias.copy_(_OPEN * self.temperature)
+
+    def constant(self) -> Tensor:
+        return (self.bias.float() / self._initial).sigmoid()
 
     def forward(self, scores: Tensor | None = None, hidden_states: Tensor | None = None) -> Tensor:
         """`hidden_states` (batch, queries, hidden) → (batch, heads, queries, 1)."""

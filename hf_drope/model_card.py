@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from . import checkpoint
 from .card_text import Records, auto_class, card_text
 from .configuration_drope import public_settings
 from .drope_parameters import DroPEParameters
+from .provenance import model_files, sha256
+from .whole_file import write_whole
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
@@ -46,14 +47,15 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
     Args:
         folder: a converted checkpoint folder.
         results: of `hf-drope evaluate` (its `results.json`), in which the folder is one of the models: what was measured of it,
-            of the source and of the baselines is kept in `drope_evaluation.json` with a fingerprint of weights and settings,
+            of the source, of the baselines and of stock models is kept in `drope_evaluation.json` with a fingerprint of weights and settings,
             and is in the card until these change.
 
     Returns:
         The card, `README.md` in the folder.
 
     Raises:
-        ValueError: one sentence: no converted folder, a card that cannot be read, or results of other models; nothing changed.
+        ValueError: one sentence: no converted folder, a card that cannot be read, or results of other models or other weights;
+            nothing changed.
     """
     path = Path(folder)
     text = card_with(path, results)
@@ -65,7 +67,14 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
 
 def update_cards(results: dict[str, Any]) -> list[Path]:
     """`update_card` for every converted folder among the models of an evaluation; returns the cards."""
-    return [update_card(model["path"], results) for model in results["models"] if model.get("role") == "converted"]
+    return [update_card(model["path"], results) for model in _converted(results)]
+
+
+def _converted(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The converted models as they are; with its position terms stretched, one lies in the same folder."""
+    return [
+        model for model in results["models"] if model.get("role") == "converted" and not model.get("position_scaling")
+    ]
 
 
 def card_with(folder: str | Path, results: dict[str, Any] | None = None) -> str:
@@ -200,7 +209,8 @@ def _eval_results(evaluation: dict[str, Any]) -> list[Any]:
     from huggingface_hub import EvalResult
 
     results: list[Any] = []
-    for row in (row for row in evaluation.get("perplexity", ()) if row["model"] == evaluation["name"]):
+    mine = [row for row in evaluation.get("perplexity", ()) if row["model"] == evaluation["name"]]
+    for row in (row for row in mine if row["perplexity"] is not None):
         text = evaluation.get("text") or {}
         results.append(
             EvalResult(
@@ -229,21 +239,29 @@ def _eval_results(evaluation: dict[str, Any]) -> list[Any]:
 
 
 def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The part of an evaluation's results that belongs into a folder: its own numbers, its source's and the baselines'.
+    """The part of an evaluation's results that belongs into a folder: its own numbers and those of all that is not converted.
 
     Raises:
-        ValueError: the folder is not among the models.
+        ValueError: the folder is not among the models, or has changed since.
     """
     here = folder.resolve()
-    models = [model for model in results["models"] if model.get("role") == "converted"]
+    models = _converted(results)
     mine = next((model for model in models if Path(model["path"]).resolve() == here), None)
     mine = mine or next((model for model in models if model["name"] == here.name), None)
     if mine is None:
         names = ", ".join(model["name"] for model in models) or "none"
         raise ValueError(f"{folder} is not among the evaluated models ({names}); evaluate it first.")
-    # Variants: the source under RoPE scaling, and, of this folder's own path, this model with its position terms stretched.
-    paths = {mine["path"], *(model["path"] for model in results["models"] if model.get("role") == "source")}
-    kept = [model for model in results["models"] if model["path"] in paths or model.get("scaling")]
+    if mine["sha256"] != sha256(model_files(folder)):
+        raise ValueError(
+            f"{folder} is not the model that was evaluated: its weights or config changed; evaluate it again."
+        )
+    # With this model those of its path, its position terms stretched; beside it the source, what scales its RoPE, and stock
+    # models, such as the source after the same training.
+    kept = [
+        model
+        for model in results["models"]
+        if model["path"] == mine["path"] or model.get("role") in ("source", "baseline", "stock")
+    ]
     kept_names = {model["name"] for model in kept}
     provenance = dict(results["provenance"])
     if provenance.get("command"):
@@ -304,16 +322,6 @@ def shown_command(arguments: Sequence[str]) -> list[str]:
         return f"{option}{equals}{path.resolve().name if value in ('.', '..') else path.name}" if is_home else argument
 
     return [Path(arguments[0]).name, *map(shown, arguments[1:])]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is the old one or the new one, whatever happens."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(text.encode("utf-8"))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def free_source_card(names: set[str]) -> str:

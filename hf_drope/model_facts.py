@@ -102,16 +102,9 @@ def gate_values(model: Any) -> dict[str, Any] | None:
     if settings["type"] in ("head", "query"):
         found["layers"] = [module.layer_idx for module in layers]
         found["values"] = [
-            [_rounded(value) for value in _gate(module.position_bias.gate).flatten().tolist()] for module in layers
+            [_rounded(value) for value in module.position_bias.gate.constant().tolist()] for module in layers
         ]
     return found
-
-
-@torch.no_grad()
-def _gate(gate: Any) -> Tensor:
-    if not gate.reads_input:
-        return gate()
-    return gate(hidden_states=gate.weight.new_zeros(1, 1, gate.weight.shape[1]))
 
 
 def training_course(folder: Path) -> dict[str, Any] | None:

@@ -156,8 +156,8 @@ def measure_perplexity(
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean, by Student's t; NaN for one value."""
-    if len(values) < 2:
+    """Half the width of the 95 % interval of a mean, by Student's t; NaN for one value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 

@@ -63,6 +63,12 @@ def git_revision() -> str | None:
         return None
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The config and the weights of a model's folder; the config alone where there are no weights."""
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return [folder / "config.json", *weights]
+
+
 def sha256(files: Iterable[str | Path]) -> str:
     """One hash of the names and contents of files."""
     digest = hashlib.sha256()

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .schedule import STAGES
+from .whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ class ConvergenceRecord(TrainerCallback):
         history = _up_to(state.log_history, state.global_step)
         if len(kept) < len(history):
             kept = [{**entry, **self._place(entry["step"])} for entry in history]
-        part = self._path.with_name(f"{METRICS_FILE}.part")
-        part.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(part, self._path)
+        write_whole(self._path, "".join(map(_line, kept)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # An evaluation before any training belongs to no run.
@@ -118,7 +116,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     """Draw the record of a run as a PNG, with a panel for each of these that was recorded:
 
         loss, eval_loss, eval_*_loss, distill/kl, drope/position_loss
-        drope/rope_scale, drope/temperature and drope/terms_scale
+        drope/rope_scale, drope/temperature, drope/gate and drope/terms_scale
         drope/bias_norm
 
     over `tokens`, or over `step` where an entry has no tokens, with the stages shaded and named. It needs no display.
@@ -140,7 +138,7 @@ def draw_record(metrics_file: str | Path, picture: str | Path) -> Path | None:
     evaluations = {key for entry in entries for key in entry if key.startswith("eval_") and key.endswith("loss")}
     candidates = {
         "loss": ["loss", *sorted(evaluations), "distill/kl", "drope/position_loss"],
-        "strength": ["drope/rope_scale", "drope/temperature", "drope/terms_scale"],
+        "strength": ["drope/rope_scale", "drope/temperature", "drope/gate", "drope/terms_scale"],
         "bias norm": ["drope/bias_norm"],
     }
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from .report_figures import perplexity_by_length, perplexity_by_position, retrie
 from .report_inside import attention_scale, bias_curves, bias_map, chosen_layers, recorded, training_course
 from .report_numbers import Results, words
 from .report_page import Markup, escape, figure, figures, fold, page, paragraph, section, subheading, swatch
+from .whole_file import write_whole
 
 RESULTS, REPORT = "results.json", "report.html"
 FORMAT = 1
@@ -43,12 +43,7 @@ def write_report(folder: str | Path, bench: str | Path | None = None) -> list[Pa
     results = Results(content)
     gallery = Gallery(folder)
     text = _page(results, costs, gallery)
-    part = folder / f".{REPORT}.part"
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, folder / REPORT)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(folder / REPORT, text)
     return [folder / REPORT, *gallery.files]
 
 

@@ -150,7 +150,9 @@ def training_course(results: Results, name: str, slug: str) -> Picture:
         axes.set_ylabel("" if title == "strength" else title)
         axes.tick_params(length=0)
         if title == "strength":
-            axes.set_ylim(-0.04, 1.06)
+            # A head gate may open beyond 1.
+            highest = max(value for key in keys for value in training[key] if value is not None)
+            axes.set_ylim(-0.04, 1.06 * max(1.0, highest))
             axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0.2, borderaxespad=0)
         elif title == "temperature":
             axes.set_ylim(bottom=0)

@@ -19,6 +19,11 @@ class Interval(NamedTuple):
     high: float
     note: str = ""
 
+    @property
+    def has_width(self) -> bool:
+        """A figure from one window of text has no interval: both its bounds are the figure."""
+        return self.low < self.high
+
 
 class Results:
     """A `results.json`, finished or not.
@@ -122,6 +127,8 @@ def verdict(one: Interval | None, reference: Interval | None, higher_is_better: 
     """ "better" or "worse" where the intervals do not overlap, else empty."""
     if one is None or reference is None or (one.note != reference.note):
         return ""
+    if not (one.has_width and reference.has_width):
+        return ""
     if one.low > reference.high:
         return "better" if higher_is_better else "worse"
     if one.high < reference.low:
@@ -166,7 +173,8 @@ def _merge(
 
 
 class Finding(NamedTuple):
-    """One model at one length beside its source and, beyond the window, the best of the source's scalings."""
+    """One model at one length beside its source and the best of those that keep RoPE: stock models, such as the source after
+    the same training, and beyond the window the source's scalings."""
 
     length: int
     what: str
@@ -201,14 +209,15 @@ def _findings(results: Results, name: str, lengths: Sequence[int]) -> list[Findi
             mine, theirs = value_at(name, length), value_at(source, length)
             if mine is None:
                 continue
-            rivals = [other for other in results.names if results.role(other) == "baseline"]
-            scaled = [
+            roles = ("stock", "baseline") if results.beyond(length) else ("stock",)
+            rivals = [
                 (value, other)
-                for other in (rivals if results.beyond(length) else ())
+                for other in results.names
+                if other != name and results.role(other) in roles
                 if (value := value_at(other, length)) is not None and value.note == mine.note
             ]
             comparable = theirs if theirs is not None and theirs.note == mine.note else None
-            found.append(Finding(length, what, mine, comparable, choose(scaled, default=None)))
+            found.append(Finding(length, what, mine, comparable, choose(rivals, default=None)))
     return found
 
 

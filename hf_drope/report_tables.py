@@ -113,7 +113,9 @@ def findings_cards(results: Results, colours: dict[str, str]) -> Markup:
 def perplexity_by_length(results: Results, colours: dict[str, str]) -> Markup:
     def content(name: str, length: int) -> Cell:
         found = results.perplexity_at(name, length)
-        return Cell("–") if found is None else Cell(number(found.value), f"{number(found.low)}–{number(found.high)}")
+        if found is None:
+            return Cell("–")
+        return Cell(number(found.value), f"{number(found.low)}–{number(found.high)}" if found.has_width else "")
 
     rows = [
         [model_cell(results, colours, name), *(content(name, at) for at in results.lengths)] for name in results.names
@@ -355,7 +357,10 @@ def provenance(results: Results) -> Markup:
     entries: list[tuple[object, object]] = []
     for key, value in results.provenance.items():
         if value is not None:
-            text = shlex.join(map(str, value)) if isinstance(value, list) else value
+            if key == "continued_with":
+                text: object = "; ".join(", ".join(f"{name} {new}" for name, new in later.items()) for later in value)
+            else:
+                text = shlex.join(map(str, value)) if isinstance(value, list) else value
             shown = Markup(f"<code>{markup(text)}</code>") if key in ("command", "git_revision") else text
             entries.append((key.replace("_", " "), shown))
     text = results.content.get("text") or {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from .distill import DistillationMixin
@@ -52,11 +52,15 @@ def position_parameters(model: Any) -> Iterable[tuple[str, nn.Parameter]]:
 
 def position_logs(model: Any, state: ScheduleState) -> dict[str, float]:
     """What the log shows of the schedule: `drope/stage` (0 warm-up, 1 transition, 2 fine-tuning), strength, temperature
-    where a gate has one, strength of the position terms where a bias is disentangled, and the L2 norm over all position parameters."""
+    where a gate has one, `drope/gate`, the mean over layers and heads of what a head or query gate gives by itself, strength of the
+    position terms where a bias is disentangled, and the L2 norm over all position parameters."""
     logs: dict[str, float] = {"drope/stage": STAGES.index(state.stage), "drope/rope_scale": state.rope_scale}
     temperature = (unwrap(model).config.drope_parameters["gate"] or {}).get("temperature")
     if temperature is not None:
         logs["drope/temperature"] = temperature
+    gates = list(_constant_gates(model))
+    if gates:
+        logs["drope/gate"] = torch.stack(gates).mean().item()
     terms_scale = (unwrap(model).config.drope_parameters["position_bias"] or {}).get("terms_scale")
     if terms_scale is not None:
         logs["drope/terms_scale"] = terms_scale
@@ -64,6 +68,18 @@ def position_logs(model: Any, state: ScheduleState) -> dict[str, float]:
     if norms:
         logs["drope/bias_norm"] = torch.stack(norms).norm().item()
     return logs
+
+
+@torch.no_grad()
+def _constant_gates(model: Any) -> Iterable[Tensor]:
+    """The mean over heads of each layer's gate; of a gate whose parameters are away on other processes nothing."""
+    for name, module in model.named_modules():
+        if all(hasattr(type(module), what) for what in ("reads_scores", "constant")) and "original_module" not in name:
+            values: Any = module.constant()
+            # Each process has a part of a sharded one.
+            values = values.full_tensor() if hasattr(values, "full_tensor") else values
+            if values is not None and values.numel():
+                yield values.mean()
 
 
 class DroPECallback(TrainerCallback):

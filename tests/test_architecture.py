@@ -26,6 +26,7 @@ FLOORS = [
         "position_shapes",
         "rotary_drope",
         "rotary_pairs",
+        "whole_file",
     },
     {"configuration_drope", "disentangled_bias", "gates", "stock_attention", "streamed_attention"},
     {"position_bias", "position_modules", "disentangled_decoding"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -116,6 +117,17 @@ def test_demo_tells_the_whole_story(capsys, tmp_path):
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     assert (tmp_path / "demo/converted/modeling_drope.py").is_file()
     assert "steps, of the source code of Python" in (tmp_path / "demo/converted/README.md").read_text()
+    text = (tmp_path / "demo/held_out.txt").read_text(encoding="utf-8")
+    assert 390_000 < len(text.encode()) <= 400_000
+    assert "\nimport " in text
+    # What it advises at its end works as it stands; here on less of the text.
+    program, *arguments = shlex.split(out.strip().split("\n")[-1])
+    assert program == "hf-drope"
+    code, out, err = run(capsys, *arguments, "--text-tokens", 2048)
+    assert (code, err) == (0, "")
+    assert out.split("\n")[0].split() == ["perplexity", "128", "256", "512", "1024"]
+    assert {file.suffix for file in (tmp_path / "demo/evaluation").iterdir()} == {".json", ".html", ".png"}
+    assert "| **this model** |" in (tmp_path / "demo/converted/README.md").read_text(encoding="utf-8")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("mine")
     code, _, err = run(capsys, "demo", "--out", tmp_path / "other")

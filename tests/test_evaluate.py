@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import save_byte_tokenizer, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +22,8 @@ from hf_drope.demo import byte_tokenizer
 from hf_drope.evaluation_plan import unique_names
 from hf_drope.evaluation_table import describe
 from hf_drope.perplexity import measure_perplexity
+from hf_drope.provenance import provenance
+from hf_drope.report import write_report
 from hf_drope.retrieval import check_tokenizer, draw_samples
 from hf_drope.retrieval_tasks import TASKS
 from hf_drope.text import leading_tokens
@@ -207,7 +210,7 @@ def test_a_run_that_is_stopped_goes_on_and_equals_an_uninterrupted_one(whole, fo
         raise AssertionError("it was done")
 
     monkeypatch.setattr(evaluation, "measure_perplexity", never)
-    monkeypatch.setattr(evaluation, "load", never)
+    monkeypatch.setattr(evaluation, "load_model", never)
     assert without_clock(run(folders, out, ["nope", "taken-apart"], **options)) == without_clock(results)
 
 
@@ -244,6 +247,58 @@ def test_other_weights_under_the_same_name_are_another_evaluation(folders, tmp_p
     tiny_model("llama", seed=1, vocab_size=300, max_position_embeddings=WINDOW).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="its model has other weights or another config"):
         evaluate(tmp_path / "model", tmp_path / "out", **options)
+
+
+def test_another_tokenizer_in_the_same_folder_is_not_gone_on_with(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "model")
+    options = {"tasks": ["perplexity"], "lengths": [32], "text_files": [folders / "text.txt"], "report": False}
+    evaluate(tmp_path / "model", tmp_path / "out", **options)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["other"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="holds an evaluation of model with another tokenizer"):
+        evaluate(tmp_path / "model", tmp_path / "out", **options)
+
+
+def test_a_run_that_goes_on_under_other_versions_says_so(folders, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("hf_drope.evaluation.measure_retrieval", failing)
+    with pytest.raises(ValueError, match="nope stops at passkey"):
+        run(folders, tmp_path / "out")
+    monkeypatch.undo()
+    versions = provenance()
+    monkeypatch.setattr("hf_drope.evaluation_results.provenance", lambda: {**versions, "torch": "99.0", "threads": 77})
+    told = run(folders, tmp_path / "out")["provenance"]
+    assert (told["torch"], told["continued_with"]) == (torch.__version__, [{"torch": "99.0", "threads": 77}])
+    monkeypatch.setattr("hf_drope.evaluation_results.provenance", lambda: {**versions, "torch": "100.0"})
+    again = run(folders, tmp_path / "out")["provenance"]
+    assert (again["continued_with"], again["finished"]) == (told["continued_with"], told["finished"])
+    page = write_report(tmp_path / "out")[0].read_text()
+    assert "torch 99.0, threads 77" in page
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_work(folders, tmp_path, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("it loaded a model")
+
+    monkeypatch.setattr("hf_drope.evaluation.load_model", never)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(folders, tmp_path / "file" / "out")
+
+
+def test_a_folder_without_a_figure_may_become_another_evaluations(folders, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("hf_drope.evaluation.measure_perplexity", failing)
+    with pytest.raises(ValueError, match="nope stops at perplexity"):
+        run(folders, tmp_path / "out", seed=1)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["perplexity"] == []
+    assert run(folders, tmp_path / "out", tasks=["perplexity"])["settings"]["seed"] == 0
 
 
 def test_the_table_shows_every_figure_with_its_interval(whole):
@@ -292,14 +347,12 @@ def test_lists_are_given_with_commas_or_spaces(lengths, monkeypatch):
     asked = {}
 
     def noting(models, out, **options):
-        asked.update(options)
+        asked.update(options, out=out)
         raise ValueError("enough")
 
     monkeypatch.setattr("hf_drope.evaluation.evaluate", noting)
-    assert (
-        main(["evaluate", "a", "--out", "b", "--lengths", *lengths, "--tasks", "passkey", "--rope-scaling", "none"])
-        == 2
-    )
+    assert main(["evaluate", "a", "--lengths", *lengths, "--tasks", "passkey", "--rope-scaling", "none"]) == 2
+    assert asked["out"] == "hf-drope-evaluation"
     assert (asked["lengths"], asked["tasks"], asked["rope_scaling"]) == ([32, 64], ["passkey"], [])
 
 
@@ -404,8 +457,18 @@ def test_a_failure_in_a_unit_is_a_sentence_and_what_was_finished_is_kept(folders
 
     monkeypatch.setattr("hf_drope.evaluation.measure_retrieval", failing)
     with pytest.raises(ValueError, match=f"nope stops at passkey at length {WINDOW}: out of memory$"):
-        run(folders, tmp_path / "out")
+        run(folders, tmp_path / "out", report=True)
     assert len(json.loads((tmp_path / "out" / "results.json").read_text())["perplexity"]) == 1
+    assert "This evaluation is not finished: 1 of 4" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_model_that_lacks_a_weight_is_not_measured_with_a_random_one(folders, tmp_path):
+    shutil.copytree(folders / "source", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model holds no weights for model\.norm\.weight; save the whole"):
+        run(folders, tmp_path / "out", [tmp_path / "model"])
 
 
 def test_names_are_as_short_as_tells_folders_apart(tmp_path):

@@ -15,6 +15,7 @@ from test_examples import write_words
 from hf_drope import convert_checkpoint, plan_conversion
 from hf_drope.cli import main
 from hf_drope.model_card import BEGIN, END, shown_command, update_card, update_cards
+from hf_drope.provenance import model_files, sha256
 
 SOURCE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: someone/older\n---\n# The source\nMMLU 99\n"
 
@@ -61,14 +62,18 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         {"name": "src", "path": str(source), "role": "source", "scaling": None, "window": 64},
         {"name": "src + ntk", "path": str(source), "window": 64, **scaled},
         {"name": "mine", "path": str(folder), "role": "converted", "scaling": None, "window": 64},
-        {"name": "mine + yarn", "path": str(folder), "role": "baseline", "position_scaling": "yarn", "window": 64},
+        {"name": "mine + yarn", "path": str(folder), "role": "converted", "position_scaling": "yarn", "window": 64},
+        {"name": "same tokens", "path": "trained", "role": "stock", "scaling": None, "window": 64},
         {"name": "stranger", "path": "elsewhere", "role": "converted", "scaling": None, "window": 64},
     ]
+    for model in models[:4]:
+        model["sha256"] = sha256(model_files(Path(model["path"])))
     rates = {
         "src": (1.0, 0.0),
         "src + ntk": (1.0, 0.5),
         "mine": (0.6, 0.4),
         "mine + yarn": (0.6, 0.5),
+        "same tokens": (0.9, 0.0),
         "stranger": (0.1, 0.1),
     }
     values = {
@@ -76,6 +81,7 @@ def results(folder: Path, source: Path) -> dict[str, Any]:
         "src + ntk": (10.0, 12.0),
         "mine": (12.5, 11.25),
         "mine + yarn": (12.5, 11.0),
+        "same tokens": (9.0, 80.0),
         "stranger": (7.0, 7.0),
     }
     return {
@@ -250,6 +256,7 @@ def test_measured_numbers_stand_beside_the_source_and_the_baselines(tmp_path):
     assert "| **this model** | 12.5 (12–13) | 11.25 (10.75–11.75) |" in text
     assert "| passkey | **this model** | 60 % (50–70) | 40 % (30–50) |" in text
     assert "| mine + yarn (this model, its position terms stretched) | 12.5 (12–13) | 11 (10.5–11.5) |" in text
+    assert "| same tokens (a stock model) | 9 (8.5–9.5) | 80 (79.5–80.5) |" in text
     assert "stranger" not in card(folder)
     assert all(word in text for word in ("`book.txt`", "ab" * 8, "hf_drope 9.8.7", "seed 3", "20 trials"))
     limits = section(folder, "Limits")
@@ -291,9 +298,10 @@ def test_nothing_behind_is_said_only_of_what_was_compared(tmp_path):
     assert "no interval of its numbers lies behind" in section(folder, "Limits")
 
 
-def test_numbers_of_other_weights_leave_the_card(tmp_path):
+def test_numbers_of_other_weights_leave_the_card_and_are_not_taken_again(tmp_path):
     folder = converted(tmp_path, "simple")
-    update_card(folder, results(folder, tmp_path / "src"))
+    found = results(folder, tmp_path / "src")
+    update_card(folder, found)
     assert "**this model**" in card(folder)
     from safetensors.torch import load_file, save_file
 
@@ -302,6 +310,29 @@ def test_numbers_of_other_weights_leave_the_card(tmp_path):
     update_card(folder)
     assert section(folder, "Measured").startswith("Not measured")
     assert "model-index" not in front_matter(folder)
+    before = card(folder)
+    with pytest.raises(ValueError, match="is not the model that was evaluated: its weights or config changed"):
+        update_card(folder, found)
+    assert card(folder) == before
+
+
+def test_perplexity_without_a_number_or_an_interval_is_told_as_that(tmp_path):
+    folder = converted(tmp_path)
+    found = results(folder, tmp_path / "src")
+    found["retrieval"] = []
+    for row in found["perplexity"]:
+        # One window at 64 tokens, and at 128 a model that overflows.
+        row |= {"low": None, "high": None}
+        if (row["model"], row["length"]) == ("mine", 128):
+            row["perplexity"] = None
+    update_card(folder, found)
+    assert "| **this model** | 12.5 | not a number |" in section(folder, "Measured")
+    limits = section(folder, "Limits")
+    assert "Its perplexity is no finite number at 128 tokens." in limits
+    assert "too few windows of 64 tokens for an interval" in limits
+    assert "behind the source's" not in limits
+    metrics = [metric for entry in front_matter(folder)["model-index"][0]["results"] for metric in entry["metrics"]]
+    assert [metric["value"] for metric in metrics] == [12.5]
 
 
 def test_numbers_of_other_settings_leave_the_card(tmp_path):
@@ -316,7 +347,8 @@ def test_numbers_of_other_settings_leave_the_card(tmp_path):
 def test_every_converted_folder_of_an_evaluation_gets_its_numbers(tmp_path):
     first, second = converted(tmp_path), converted(tmp_path, "simple")
     found = results(first, tmp_path / "src")
-    found["models"][4]["path"] = str(second)
+    found["models"][5] |= {"path": str(second), "sha256": sha256(model_files(second))}
+    # One whose position terms were stretched as well is one folder.
     assert update_cards(found) == [first / "README.md", second / "README.md"]
     assert "| **this model** | 12.5 (12–13) |" in card(first)
     assert "| **this model** | 7 (6.5–7.5) |" in card(second)

@@ -144,7 +144,11 @@ def test_one_window_has_no_interval_and_a_model_of_nonsense_no_number():
     broken = tiny_model("llama")
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
-    assert measure_perplexity(broken, text, 16, 16)["perplexity"] is None
+    for length in (16, 8):
+        found = measure_perplexity(broken, text, length, length)
+        assert found["windows"] == 32 // length - 1
+        assert (found["perplexity"], found["low"], found["high"]) == (None, None, None)
+        assert set(found["by_position"]) == {None}
 
 
 def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
@@ -165,7 +169,7 @@ def test_students_t_is_that_of_the_tables(freedom, quantile):
 
 def test_the_interval_of_a_mean_is_that_of_student():
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / 3**0.5, rel=1e-4)
-    assert math.isnan(half_width([1.0]))
+    assert all(math.isnan(half_width(values)) for values in ([1.0], [1.0, math.nan], [1.0, math.inf, 2.0]))
 
 
 def test_bins_that_hold_only_the_beginning_have_no_number():

@@ -365,6 +365,9 @@ def test_a_marked_cell_is_one_whose_interval_is_apart_from_the_source():
     assert verdict(other, source, higher_is_better=False) == "worse"
     assert verdict(Interval(0.7, 0.6, 0.8), source, higher_is_better=True) == ""
     assert verdict(other, None, higher_is_better=True) == ""
+    # Of one window there is no interval, and a point lies apart from everything.
+    assert verdict(Interval(0.7, 0.7, 0.7), source, higher_is_better=True) == ""
+    assert verdict(other, Interval(0.5, 0.5, 0.5), higher_is_better=True) == ""
     assert verdict(other, source._replace(note="1 of 2 tasks"), higher_is_better=True) == ""
 
 
@@ -404,6 +407,17 @@ def test_findings_compare_with_the_source_and_beyond_the_window_with_its_best_sc
     best = max(read.mean_rate_at(f"{SOURCE} + {scaling}", 8192) for scaling in ("ntk", "yarn"))
     assert outside.best is not None
     assert outside.best[0] == best
+
+
+def test_findings_do_not_leave_out_the_source_after_the_same_training():
+    stock = f"{SOURCE}-same-tokens"
+    made = sample_results(lengths=(2048, 8192), tasks=TASKS[:1], names=(*FEW, stock), layers=1)
+    read = Results(made)
+    read.retrieval[stock, TASKS[0], 8192] |= {"rate": 0.99, "low": 0.9, "high": 1.0}
+    *_, inside, outside = findings(read)["nope"]
+    assert [row.best and row.best[1] for row in (inside, outside)] == [stock, stock]
+    read.retrieval[stock, TASKS[0], 8192] |= {"rate": 0.0, "low": 0.0, "high": 0.1}
+    assert findings(read)["nope"][-1].best[1].startswith(f"{SOURCE} + ")
 
 
 @pytest.mark.parametrize(

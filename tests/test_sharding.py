@@ -70,7 +70,7 @@ def launch(config: str, program: list[str], place: Path, out: Path) -> str:
 def agree(place: Path, out: Path) -> None:
     one, two = rows(place / "one"), rows(out)
     assert len(one) == len(two) == 6
-    for name in ("loss", "grad_norm", "drope/bias_norm", "drope/rope_scale", "learning_rate"):
+    for name in ("loss", "grad_norm", "drope/bias_norm", "drope/gate", "drope/rope_scale", "learning_rate"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-5, abs=1e-12), name
     ids = random_ids(1, 9)
     one_model, two_model = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (place / "one", out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -32,6 +33,7 @@ from hf_drope.recalibrate import recalibrate
 from hf_drope.training import (
     PositionGroupsMixin,
     freeze_all_but_position,
+    position_logs,
     position_parameters,
     restore_stage,
     unwrap,
@@ -100,6 +102,29 @@ def test_stage_scale_temperature_and_bias_norm_are_logged(trainer, tmp_path):
     assert rows[-1]["drope/temperature"] == 0.1
     norm = torch.cat([p.flatten() for p in run.model.position_parameters()]).norm().item()
     assert rows[-1]["drope/bias_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_how_far_gates_are_open_is_logged_where_no_score_decides_it():
+    def logged(preset: str, **overrides: Any) -> tuple[dict[str, float], list[Any]]:
+        converted = apply_drope(tiny_model("llama"), preset, **overrides)
+        with torch.no_grad():
+            for parameter in converted.position_parameters():
+                parameter.uniform_(-1.0, 1.0)
+        gates = [bias.gate for bias in converted.position_biases()]
+        return position_logs(converted, SCHEDULE.at(0, 9)), gates
+
+    logs, gates = logged("gated")
+    values = [
+        math.exp(t) / (1 + math.exp(-g))
+        for gate in gates
+        for g, t in zip(gate.g.tolist(), gate.t.tolist(), strict=True)
+    ]
+    assert logs["drope/gate"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    logs, gates = logged("simple", gate={"type": "query", "temperature": 0.5})
+    values = [1 / (1 + math.exp(-b / 0.5)) for gate in gates for b in gate.bias.tolist()]
+    assert logs["drope/gate"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    assert "drope/gate" not in logged("drope")[0]
+    assert "drope/gate" not in logged("simple")[0]
 
 
 def test_trackers_ahead_in_the_list_see_the_stage_too(tmp_path):
