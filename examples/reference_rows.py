@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -37,10 +37,10 @@ def standard_library() -> tuple[list[str], list[str]]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a token a digit, trained on the texts and on what the tasks say."""
+    """Byte-level BPE with a token a digit (a space before it included), trained on the texts and on what the tasks say."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
