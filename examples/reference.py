@@ -3,7 +3,7 @@
 python examples/reference.py OUT [--seeds 0 1 2] [--trials N] [--scale S]
 
 A Llama of 4 layers is trained with RoPE at 256 tokens, half on Python's standard library and half on rows that ask for numbers
-said before, until it answers in its window. It is converted in every form, calibrated where that applies, and each form is
+said before. It is converted in every form, calibrated where that applies, and each form is
 trained on the same further tokens, a tenth of the first; RoPE itself and its scalings are trained on those too. `evaluate`
 measures all at 256 to 2048 tokens. Everything is kept in OUT, and what is there is not made again. Nothing is downloaded.
 """

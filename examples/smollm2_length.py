@@ -3,7 +3,7 @@
 python examples/smollm2_length.py SMOLLM2 CORPUS.jsonl OUT [--tokens N] [--only NAME ...]
 
 Texts and calibration are those of smollm2_recalibration.py; rows have 2048 tokens. Models, checkpoints and results are kept in
-OUT, and a run that was stopped goes on. On 2 CPU cores a night: two hours for the disentangled model on 700,000 tokens.
+OUT, and a run that was stopped goes on.
 """
 
 from __future__ import annotations

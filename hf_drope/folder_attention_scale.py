@@ -57,7 +57,8 @@ def fit_checkpoint_attention_scale(
 ) -> AttentionScaleReport:
     """Fit the attention scale of a converted checkpoint folder and store it there, as `fit_attention_scale` does in memory.
 
-    Its `config.json` gets the setting and `drope_conversion.json` what was found; both are replaced together, or neither. The model card is filled anew.
+    Its `config.json` gets the setting and `drope_conversion.json` what was found; both are replaced together, or neither.
+    The model card is filled anew.
 
     Args:
         model_path: a converted checkpoint folder, calibrated, trained or neither.
@@ -70,7 +71,6 @@ def fit_checkpoint_attention_scale(
     Raises:
         ValueError: one sentence on why the folder, the text or the arguments cannot be used; nothing was written.
     """
-
     task = _plan(model_path, text_files, lengths, original_length, tokens, dtype)
     with quiet_transformers():
         report = fit_attention_scale(
