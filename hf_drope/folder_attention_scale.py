@@ -30,7 +30,7 @@ from .drope_parameters import DroPEParameters, unknown
 from .folder_calibration import TOKENS, load_model, load_tokenizer, refresh_card, refuse_encoder, text_hashes
 from .text import leading_tokens
 from .verify import quiet_transformers
-from .whole_file import write_whole
+from .whole_file import json_text, write_whole
 
 _CONFIG = "config.json"
 
@@ -160,15 +160,11 @@ def _store(folder: Path, report: AttentionScaleReport, made_from: dict[str, Any]
     record["attention_scale"] = {**report.to_dict(), **made_from, "weights": weights}
     with termination_raises():
         try:
-            write_whole(path, _json(record))
-            write_whole(folder / _CONFIG, _json(config))
+            write_whole(path, json_text(record))
+            write_whole(folder / _CONFIG, json_text(config))
         except BaseException:
             if old is None:
                 path.unlink(missing_ok=True)
             else:
                 write_whole(path, old)
             raise
-
-
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

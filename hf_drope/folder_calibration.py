@@ -20,7 +20,7 @@ from .drope_parameters import DroPEParameters
 from .model_card import update_card
 from .position_modules import rotary_places
 from .text import text_windows
-from .whole_file import write_whole
+from .whole_file import json_text, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -227,4 +227,4 @@ def _write_record(
     record["calibration"] = {**report.to_dict(), "text_sha256": text_hashes(text_files)}
     if command:
         record["calibration"]["command"] = list(command)
-    write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json_text(record))

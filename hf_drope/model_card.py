@@ -19,7 +19,7 @@ from .card_text import Records, auto_class, card_text
 from .configuration_drope import public_settings
 from .drope_parameters import DroPEParameters
 from .provenance import model_files, sha256
-from .whole_file import write_whole
+from .whole_file import json_text, write_whole
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
@@ -60,7 +60,7 @@ def update_card(folder: str | Path, results: dict[str, Any] | None = None) -> Pa
     path = Path(folder)
     text = card_with(path, results)
     if results is not None:
-        write_whole(path / EVALUATION_RECORD, _json(summarise(results, path)))
+        write_whole(path / EVALUATION_RECORD, json_text(summarise(results, path)))
     write_whole(path / CARD, text)
     return path / CARD
 
@@ -288,7 +288,7 @@ def summarise(results: dict[str, Any], folder: Path) -> dict[str, Any]:
 def record_training(folder: Path, before: Path, run: dict[str, Any]) -> None:
     """Add a training run to the record of `folder`, after those in the record of the folder `before` that it began from."""
     runs = _record(before / TRAINING_RECORD).get("runs", [])
-    write_whole(folder / TRAINING_RECORD, _json({"runs": [*runs, run]}))
+    write_whole(folder / TRAINING_RECORD, json_text({"runs": [*runs, run]}))
 
 
 def hub_origin(folder: Path, given: str | None = None) -> dict[str, str]:
@@ -360,7 +360,3 @@ def _fingerprint(folder: Path) -> str:
     settings = checkpoint.read_json(folder / "config.json")["drope_parameters"]
     weights = checkpoint.fingerprint(checkpoint.read_checkpoint(folder))
     return hashlib.sha256(f"{weights} {json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
-
-
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

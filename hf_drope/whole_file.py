@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -14,3 +16,8 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def json_text(content: Any) -> str:
+    """As our records and configs are written."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
