@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     TrainerCallback,
     TrainingArguments,
 )
@@ -234,7 +235,10 @@ def _train(model: Any, data: torch.Tensor, steps: int, folder: Path, bar: Any, s
         seed=0,
     )
     callbacks: list[Any] = [_Advance(bar), *([DroPECallback()] if staged else [])]
-    DroPETrainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks).train()
+    trainer = DroPETrainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+    # It would print what the table says better.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 @torch.no_grad()

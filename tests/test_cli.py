@@ -112,6 +112,7 @@ def test_demo_tells_the_whole_story(capsys, tmp_path):
     code, out, _ = run(capsys, "demo", "--out", tmp_path / "demo", "--scale", "0.01")
     assert code == 0
     assert "converted, recalibrated" in out
+    assert "train_runtime" not in out
     result = json.loads((tmp_path / "demo/demo.json").read_text())
     assert len(result["perplexity"]["RoPE"]) == len(result["lengths"]) == 4
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
