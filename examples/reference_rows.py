@@ -37,10 +37,10 @@ def standard_library() -> tuple[list[str], list[str]]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a token a digit (a space before it included), trained on the texts and on what the tasks say."""
+    """Byte-level BPE with a token for two digits and for each word of the haystack, a space before them included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(r" ?\d{1,2}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -50,9 +50,14 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     haystack = " ".join(itertools.islice(tasks.haystack("tokenizer"), 20_000))
+    # Often enough to come before what the prose has: a name in pieces is far harder to find again.
+    words = " ".join(sorted(set(re.findall(r"[a-z]+", haystack)))) + " "
+    numbers = "".join(f" {number}{number}" for number in range(10, 100))
     samples = (tasks.make_sample(task, seed=0, index=i, trials=300) for task in tasks.TASKS for i in range(300))
     asked = "".join(sample.instruction + sample.text(2) + sample.answer for sample in samples)
-    tokenizer.train_from_iterator([*(text[:20_000] for text in texts), haystack, asked], trainer)
+    tokenizer.train_from_iterator(
+        [*(text[:20_000] for text in texts), haystack, asked, *[" " + words + numbers] * 3000], trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
 
 
