@@ -2,8 +2,8 @@
 
 python examples/reference.py OUT [--seeds 0 1 2] [--trials N] [--scale S]
 
-A Llama of 4 layers is trained with RoPE at 256 tokens, half on Python's standard library and half on rows that ask for numbers
-said before. It is converted in every form, calibrated where that applies, and each form is
+A Llama of 4 layers is trained with RoPE: in contexts of 64 tokens until it finds again what was said, then of 256, half on Python's
+standard library and half on rows that ask. It is converted in every form, calibrated where that applies, and each form is
 trained on the same further tokens, a tenth of the first; RoPE itself and its scalings are trained on those too. `evaluate`
 measures all at 256 to 2048 tokens. Everything is kept in OUT, and what is there is not made again. Nothing is downloaded.
 """
@@ -11,16 +11,27 @@ measures all at 256 to 2048 tokens. Everything is kept in OUT, and what is there
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from reference_rows import DIGITS, VOCABULARY, WINDOW, Rows, make_tokenizer, prose_tokens, standard_library
+from reference_rows import (
+    DIGITS,
+    SHORT,
+    SHORT_ROWS,
+    VOCABULARY,
+    WINDOW,
+    Rows,
+    make_tokenizer,
+    prose_tokens,
+    standard_library,
+)
 from reference_table import write_table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -31,6 +42,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -40,7 +52,9 @@ from hf_drope.record import ConvergenceRecord
 
 LENGTHS = (WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW)
 FACTOR = LENGTHS[-1] / WINDOW
-BATCH, STEPS = 16, 4000
+# Rows of the window in a batch, shorter ones as many more; steps in short contexts at most, and then in the window.
+BATCH, SHORT_STEPS, STEPS = 6, 12_000, 4000
+RECALLED = 0.97
 SHARE = 0.1
 TASKS = ("perplexity", "passkey", "multikey")
 STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
@@ -81,14 +95,27 @@ FORMS = {
 
 
 class RowStream(IterableDataset[dict[str, Tensor]]):
-    """Rows as a run needs them; a run of further training (`more`) has those of the end of the first."""
-
-    def __init__(self, rows: Rows, steps: int, batch: int, length: int, more: bool) -> None:
-        self.rows, self.steps, self.batch, self.length, self.more = rows, steps, batch, length, more
+    def __init__(self, rows: Rows, count: int, length: int) -> None:
+        self.rows, self.count, self.length = rows, count, length
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for step in range(self.steps):
-            yield from self.rows.batch(self.batch, 1.0 if self.more else step / self.steps, self.length)
+        return (self.rows.row(self.length) for _ in range(self.count))
+
+
+class UntilRecalled(TrainerCallback):
+    """Ends a training when `RECALLED` of the answers are right, in rows that were not trained on."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % 200 == 0:
+            rows = [self.rows.row(SHORT) for _ in range(100)]
+            ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                given = model(ids.to(model.device)).logits[:, :-1].argmax(-1).cpu()
+            asked = labels[:, 1:] != -100
+            control.should_training_stop = bool((given == labels[:, 1:])[asked].float().mean() > RECALLED)
 
 
 def rows_alike(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -102,7 +129,7 @@ def rows_alike(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 class Experiment:
     def __init__(self, out: Path, seed: int, scale: float, trials: int) -> None:
         self.out, self.folder, self.seed, self.trials = out, out / f"seed-{seed}", seed, trials
-        self.steps = max(10, round(STEPS * scale))
+        self.scale = scale
         texts, held_out = standard_library()
         self.text_file = out / "held_out.txt"
         if not self.text_file.exists():
@@ -145,7 +172,18 @@ class Experiment:
             eos_token_id=self.tokenizer.eos_token_id,
         )
         model = LlamaForCausalLM(config)
-        return self.train(model, folder, self.steps, 1.5e-3)
+        rows = Rows(self.tokenizer, self.prose, self.seed, SHORT_ROWS)
+        check = UntilRecalled(Rows(self.tokenizer, self.prose, self.seed + 1, {"facts": 1.0}))
+        steps = self.train(
+            model, folder / "short", rows, self.scaled(SHORT_STEPS), 3e-3, length=SHORT, callbacks=[check]
+        )
+        rows = Rows(self.tokenizer, self.prose, self.seed)
+        steps += self.train(model, folder, rows, self.scaled(STEPS), 2e-3, decay=True)
+        (folder / "steps.json").write_text(json.dumps(steps))
+        return model
+
+    def scaled(self, steps: int) -> int:
+        return max(10, round(steps * self.scale))
 
     def form(self, form: Form, folder: Path) -> Any:
         source = self.folder / "source"
@@ -158,30 +196,33 @@ class Experiment:
         if form.calibrated:
             windows = self.prose[: 64 * 50 * WINDOW].view(64, 50 * WINDOW)[:, :WINDOW]
             calibrate(model, None, windows.clone(), progress=False)
-        schedule = form.schedule if form.preset else None
-        steps = max(2, round(self.steps * SHARE))
-        return self.train(model, folder, steps, 1e-3, schedule=schedule, length=form.length, more=True)
+        callbacks = [DroPECallback(form.schedule)] if form.preset else []
+        steps = max(2, round(json.loads((source / "steps.json").read_text()) * SHARE))
+        rows = Rows(self.tokenizer, self.prose, self.seed + 1000)
+        self.train(model, folder, rows, steps, 1e-3, length=form.length, decay=True, callbacks=callbacks)
+        return model
 
     def train(
         self,
         model: Any,
         folder: Path,
+        rows: Rows,
         steps: int,
         rate: float,
         *,
-        schedule: DroPESchedule | None = None,
         length: int = WINDOW,
-        more: bool = False,
-    ) -> Any:
-        """All weights, on `steps` batches of as many tokens, whatever the length of a row."""
+        decay: bool = False,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> int:
+        """All weights, on batches of as many tokens whatever the length of a row; returns the steps that were taken."""
         batch = max(1, BATCH * WINDOW // length)
         arguments = TrainingArguments(
             output_dir=str(folder),
             max_steps=steps,
             per_device_train_batch_size=batch,
             learning_rate=rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, min(100, steps // 10)),
+            lr_scheduler_type="cosine" if decay else "constant_with_warmup",
+            warmup_steps=max(1, min(200, steps // 10)),
             weight_decay=0.1,
             adam_beta2=0.95,
             logging_steps=max(1, steps // 100),
@@ -192,18 +233,17 @@ class Experiment:
             disable_tqdm=True,
             seed=self.seed,
         )
-        rows = Rows(self.tokenizer, self.prose, seed=self.seed + 1000 * more)
-        callbacks: list[Any] = [DroPECallback(schedule)] if schedule else []
         trainer = DroPETrainer(
             model=model,
             args=arguments,
-            train_dataset=RowStream(rows, steps, batch, length, more),
+            train_dataset=RowStream(rows, steps * batch, length),
             callbacks=[*callbacks, ConvergenceRecord(BATCH * WINDOW)],
             compute_loss_func=rows_alike,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        return model.eval()
+        model.eval()
+        return int(trainer.state.global_step)
 
     def run(self) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)

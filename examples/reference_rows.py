@@ -20,12 +20,15 @@ from transformers import PreTrainedTokenizerFast
 from hf_drope import retrieval_tasks as tasks
 
 WINDOW = 256
+# What comes before: rows that teach to find again what was said, in short contexts.
+SHORT = 64
 DIGITS = 4
 VOCABULARY = 2048
-# Share of the first training without prose; after twice that, prompts come in.
-EASY = 0.2
 _NOT_ASKED = -100
-_ANSWERS = re.compile(r"Answer: [^\n]*? (?:is|are)( [^\n]*)|number of the \w+ \w+ is( \d+\.)")
+_ANSWERS = re.compile(r"Answer: [^\n]*? (?:is|are)( [^\n]*)")
+# Kinds of rows and their shares, in the short rows and in those of the window.
+SHORT_ROWS = {"prose": 0.2, "words": 0.4, "facts": 0.4}
+WINDOW_ROWS = {"prose": 0.5, "words": 0.05, "facts": 0.1, "prompt": 0.35}
 
 
 def standard_library() -> tuple[list[str], list[str]]:
@@ -67,76 +70,77 @@ def prose_tokens(tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 class Rows:
-    """Batches of rows: prose, and rows that ask, which have labels for their answers alone.
+    """Rows of {"input_ids", "labels"}, both (length,): prose, and rows that ask, which have labels for their answers alone.
 
-    Recall is learned from easy to hard: first from rows that say things twice (copies, and facts asked for at once), then from
-    prompts with a haystack, as the tasks have them, with a few of the easy ones between.
+    Args:
+        shares: of each kind: `prose`; `words`, drawn at random and said twice; `facts`, some at a time, said again in another
+            order; `prompt`, with a haystack and questions, as the tasks have them.
     """
 
-    def __init__(self, tokenizer: Any, prose: Tensor, seed: int) -> None:
+    def __init__(self, tokenizer: Any, prose: Tensor, seed: int, shares: dict[str, float] = WINDOW_ROWS) -> None:
         self.tokenizer, self.prose = tokenizer, prose
         self.draw = random.Random(seed)
+        self.kinds, self.shares = [getattr(self, f"_{kind}") for kind in shares], list(shares.values())
+        self.names = [key.split() for key in tasks.draw_keys(self.draw, 2000)]
+        words = [*itertools.chain(*self.names), *map(str, range(10, 100))]
+        self.said = self._ids(" " + " ".join(words))
         # A prompt of the tasks begins with the same words.
         instruction = tasks.make_sample("passkey", seed=0, index=0, trials=1).instruction
         self.begin = [tokenizer.bos_token_id, *self._ids(instruction)]
 
-    def batch(self, size: int, done: float, length: int = WINDOW) -> list[dict[str, Tensor]]:
-        """Rows of {"input_ids", "labels"}, both (length,), for a run of which `done` (0 to 1) is over."""
-        prose = 0.0 if done < EASY else 0.5
-        easy = min(1.0, max(0.2, 1 - (done - 2 * EASY) / EASY))
-        rows = []
-        for _ in range(size):
-            if self.draw.random() < prose:
-                start = self.draw.randrange(len(self.prose) - length)
-                ids = self.prose[start : start + length]
-                rows.append({"input_ids": ids, "labels": ids})
-            elif self.draw.random() < easy:
-                rows.append(self.draw.choice((self._copy, self._drill))(length))
-            else:
-                rows.append(self._asking(length))
-        return rows
+    def row(self, length: int) -> dict[str, Tensor]:
+        return self.draw.choices(self.kinds, self.shares)[0](length)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _asked(self, text: str, start: int = 0) -> tuple[list[int], list[int]]:
-        """Tokens of `text`, and labels for those of its answers that begin at or after the character `start`."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        spans = [match.span(match.lastindex) for match in _ANSWERS.finditer(text) if match.start() >= start]
-        inside = [any(a <= first and last <= b for a, b in spans) for first, last in encoded["offset_mapping"]]
-        ids = encoded["input_ids"]
-        return ids, [token if asked else _NOT_ASKED for token, asked in zip(ids, inside, strict=True)]
+    def _prose(self, length: int) -> dict[str, Tensor]:
+        start = self.draw.randrange(len(self.prose) - length)
+        ids = self.prose[start : start + length]
+        return {"input_ids": ids, "labels": ids}
 
-    def _pairs(self, count: int) -> list[tuple[str, str]]:
-        return list(zip(tasks.draw_keys(self.draw, count), tasks.draw_numbers(self.draw, count, DIGITS), strict=True))
-
-    def _copy(self, length: int) -> dict[str, Tensor]:
-        """A few sentences of the haystack and the same again, over and over with new ones."""
-        sentences = tasks.haystack(str(self.draw.random()))
+    def _words(self, length: int) -> dict[str, Tensor]:
         ids, labels = [self.tokenizer.bos_token_id], [_NOT_ASKED]
         while len(ids) < length:
-            part = self._ids(" " + " ".join(itertools.islice(sentences, self.draw.randint(1, 4))))
-            ids, labels = ids + part + part, labels + [_NOT_ASKED] * len(part) + part
+            part = self.draw.choices(self.said, k=self.draw.randint(4, 24))
+            # The first word of the second time cannot be known.
+            ids, labels = ids + part + part, labels + [_NOT_ASKED] * (len(part) + 1) + part[1:]
         return self._row(ids, labels, length)
 
-    def _drill(self, length: int) -> dict[str, Tensor]:
-        """Two to four facts and the same facts again in another order, over and over with new ones."""
+    def _facts(self, length: int) -> dict[str, Tensor]:
+        """From a noun and its number to the sentence that the tasks have; one of these in a row."""
+        before, after, digits = self.draw.choices(
+            [
+                ("{noun}", "", 2),
+                ("{key}", ".", 2),
+                ("{key} is", ".", 2),
+                ("{sentence}", ".", self.draw.choice((2, DIGITS))),
+            ],
+            [0.4, 0.3, 0.15, 0.15],
+        )[0]
         ids, labels = [self.tokenizer.bos_token_id], [_NOT_ASKED]
         while len(ids) < length:
-            pairs = self._pairs(self.draw.randint(2, 4))
-            facts = " ".join(tasks.fact(*pair) for pair in pairs)
-            again = self.draw.sample(pairs, len(pairs))
-            if self.draw.random() < 0.5:
-                text = f" {facts} " + " ".join(tasks.fact(*pair) for pair in again)
-            else:
-                text = f" {facts}" + "".join(f"{tasks.ask(key)} {value}." for key, value in again)
-            more, asked = self._asked(text, start=len(facts) + 1)
-            ids, labels = ids + more, labels + asked
+            count = self.draw.randint(2, 4)
+            names = {noun: adjective for adjective, noun in self.draw.sample(self.names, count)}
+            parts = []
+            for (noun, adjective), value in zip(
+                names.items(), tasks.draw_numbers(self.draw, count, digits), strict=False
+            ):
+                key = f"{adjective} {noun}"
+                sentence = tasks.fact(key, value).removesuffix(f" {value}.")
+                name = self._ids(" " + before.format(noun=noun, key=key, sentence=sentence))
+                parts.append((name, self._ids(f" {value}"), self._ids(after)))
+            for name, value, end in parts:
+                ids, labels = ids + name + value + end, labels + [_NOT_ASKED] * len(name + value + end)
+            for name, value, end in self.draw.sample(parts, len(parts)):
+                ids += name + value + end
+                labels += [_NOT_ASKED] * len(name) + value + [_NOT_ASKED] * len(end)
         return self._row(ids, labels, length)
 
-    def _asking(self, length: int) -> dict[str, Tensor]:
+    def _prompt(self, length: int) -> dict[str, Tensor]:
         """Facts among a haystack, and questions: one for each of some names, one for several at once, or for all of one name's."""
-        pairs = self._pairs(self.draw.randint(1, 6))
+        count = self.draw.randint(1, 6)
+        pairs = list(zip(tasks.draw_keys(self.draw, count), tasks.draw_numbers(self.draw, count, DIGITS), strict=True))
         kind = self.draw.random()
         if kind < 0.15 and len(pairs) > 1:
             pairs = [(pairs[0][0], value) for _, value in pairs[:4]]
@@ -149,20 +153,27 @@ class Rows:
             asked = self.draw.sample(pairs, min(len(pairs), 4))
             question = "".join(f"{tasks.ask(key)} {value}." for key, value in asked)
         answers, labels = self._asked(question)
-        lines = [tasks.fact(*pair) for pair in pairs]
-        room = length - len(self.begin) - len(answers)
+        lines = [self._ids(" " + tasks.fact(*pair)) for pair in pairs]
+        room = length - len(self.begin) - len(answers) - sum(map(len, lines))
+        if room < 0:
+            return self._prompt(length)
         for sentence in tasks.haystack(str(self.draw.random())):
-            longer = list(lines)
-            # Anywhere but among one name's numbers' order, which an answer keeps: inserting keeps it.
-            longer.insert(self.draw.randint(0, len(lines)), sentence)
-            if len(self._ids(" ".join(longer))) > room:
+            line = self._ids(" " + sentence)
+            room -= len(line)
+            if room < 0:
                 break
-            lines = longer
-        body = self._ids(" ".join(lines))
-        if len(body) > room:
-            return self._asking(length)
-        ids = self.begin + body + answers
+            # Anywhere: one name's numbers keep the order in which an answer has them.
+            lines.insert(self.draw.randint(0, len(lines)), line)
+        ids = [*self.begin, *itertools.chain(*lines), *answers]
         return self._row(ids, [_NOT_ASKED] * (len(ids) - len(answers)) + labels, length)
+
+    def _asked(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of questions with their answers, and labels for those of the answers."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = [match.span(match.lastindex) for match in _ANSWERS.finditer(text)]
+        inside = [any(a <= first and last <= b for a, b in spans) for first, last in encoded["offset_mapping"]]
+        ids = encoded["input_ids"]
+        return ids, [token if asked else _NOT_ASKED for token, asked in zip(ids, inside, strict=True)]
 
     def _row(self, ids: list[int], labels: list[int], length: int) -> dict[str, Tensor]:
         missing = length - len(ids)
