@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from smollm2_recalibration import STEADY, Experiment
-from transformers import PrinterCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArguments
 
-from hf_drope import Distillation, DroPECallback, DroPETrainer, apply_drope, evaluate
+from hf_drope import Distillation, DroPECallback, DroPETrainer, evaluate
 from hf_drope.folder_attention_scale import fit_checkpoint_attention_scale
-from hf_drope.record import ConvergenceRecord
+from hf_drope.folder_calibration import text_hashes
+from hf_drope.model_card import RECORD, SOURCE_CARD, record_training, shown_command
+from hf_drope.record import METRICS_FILE, ConvergenceRecord, read_record
 from hf_drope.training import train_attention_and_position
 
 LENGTH = 2048
@@ -30,16 +33,16 @@ LOW_RANK = {"position_bias": {"type": "low_rank", "rank": 64, "max_distance": 81
 
 
 class Form(NamedTuple):
-    make: Callable[[Experiment], Any]
+    start: Callable[[Experiment], Path]
     learning_rate: float
     distill: float = 0.0
 
 
 FORMS = {
-    "RoPE, trained": Form(lambda run: run.rope(), 1e-4),
-    "disentangled": Form(lambda run: run.calibrated("disentangled"), 1e-4),
-    "low rank": Form(lambda run: run.calibrated("nope", **LOW_RANK), 3e-4),
-    "NoPE": Form(lambda run: apply_drope(run.rope(), "nope"), 1e-3, distill=0.5),
+    "RoPE, trained": Form(lambda run: Path(run.source), 1e-4),
+    "disentangled": Form(lambda run: run.calibrated_folder("disentangled"), 1e-4),
+    "low rank": Form(lambda run: run.calibrated_folder("nope", **LOW_RANK), 3e-4),
+    "NoPE": Form(lambda run: run.converted_folder("nope"), 1e-3, distill=0.5),
 }
 
 
@@ -63,7 +66,7 @@ EVALUATIONS = {
 
 def train(run: Experiment, form: Form, folder: Path, tokens: int) -> Any:
     """Attention projections and position parameters, on the same rows in the same order for every form."""
-    model = form.make(run)
+    model: Any = AutoModelForCausalLM.from_pretrained(form.start(run), dtype=torch.float32)
     is_converted = hasattr(model, "set_rope_scale")
     if is_converted:
         train_attention_and_position(model)
@@ -120,9 +123,36 @@ def keep(run: Experiment, name: str, tokens: int) -> Path:
             shutil.rmtree(left)
         model.save_pretrained(part)
         run.tokenizer.save_pretrained(part)
+        if FORMS[name].start(run) != Path(run.source):
+            leave_records(run, FORMS[name], part)
         part.rename(folder)
         print(f"{name}: {tokens} tokens in {(time.monotonic() - started) / 60:.0f} minutes", flush=True)
     return folder
+
+
+def leave_records(run: Experiment, form: Form, folder: Path) -> None:
+    """What `hf-drope card` tells of a converted form: its conversion and calibration, and its training."""
+    start = form.start(run)
+    for file in (RECORD, SOURCE_CARD):
+        if (start / file).exists():
+            shutil.copy(start / file, folder / file)
+    logged = [entry for entry in read_record(folder / METRICS_FILE) if "loss" in entry]
+    training = {
+        "tokens": logged[-1]["tokens"],
+        "steps": logged[-1]["step"],
+        "sequences": f"rows of {LENGTH} tokens",
+        "text_sha256": text_hashes([run.corpus]),
+        "train": "attention projections and position parameters",
+        "learning_rate": form.learning_rate,
+        "position_learning_rate": 10 * form.learning_rate,
+        "distill": form.distill,
+        "bf16": True,
+        "first_loss": logged[0]["loss"],
+        "last_loss": logged[-1]["loss"],
+        "seconds": logged[-1]["seconds"],
+        "command": shown_command(sys.argv),
+    }
+    record_training(folder, start, training)
 
 
 def scaled(run: Experiment, name: str) -> Path | None:
@@ -182,7 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=list(FORMS), choices=list(FORMS), metavar="NAME", help="forms to train"
     )
-    parser.add_argument("--evaluate", nargs="+", default=list(EVALUATIONS), choices=list(EVALUATIONS), metavar="NAME")
+    parser.add_argument("--evaluate", nargs="*", default=list(EVALUATIONS), choices=list(EVALUATIONS), metavar="NAME")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()

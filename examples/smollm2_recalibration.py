@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,22 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 
-from hf_drope import Distillation, DroPECallback, DroPESchedule, DroPETrainer, apply_drope, calibrate, lora_config
+from hf_drope import (
+    Distillation,
+    DroPECallback,
+    DroPESchedule,
+    DroPETrainer,
+    apply_drope,
+    calibrate,
+    convert_checkpoint,
+    lora_config,
+    plan_conversion,
+)
+from hf_drope.folder_calibration import text_hashes
+from hf_drope.model_card import RECORD
 from hf_drope.training import freeze_all_but_position, train_attention_and_position
 
+BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HELD_OUT = ("Persuasion", "1981-Carter-1")
 OTHER_KIND = ("Moby-Dick", "King James Bible")
 NOT_FOR_TRAINING = {*HELD_OUT, "EMMA", "2026-Trump-1"}
@@ -39,7 +53,7 @@ STEADY = DroPESchedule(warmup=0, transition=0, temperature_curve="constant")
 
 class Experiment:
     def __init__(self, source: str, corpus: str, out: Path) -> None:
-        self.source, self.out = source, out
+        self.source, self.corpus, self.out = source, corpus, out
         self.results_file = out / "results.json"
         self.results = json.loads(self.results_file.read_text()) if self.results_file.exists() else {}
         self.tokenizer = AutoTokenizer.from_pretrained(source)
@@ -58,23 +72,36 @@ class Experiment:
     def rope(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
 
-    def calibrated(
-        self,
-        preset: str,
-        steps: int | None = None,
-        output_steps: int | None = None,
-        rope_fade: str = "angle",
-        **settings: Any,
-    ) -> Any:
-        """The converted and calibrated model; kept in a folder, since many states begin with it."""
-        key = json.dumps([preset, steps, output_steps, settings], sort_keys=True)
-        folder = self.out / f"calibrated-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    def converted_folder(self, preset: str, **settings: Any) -> Path:
+        """The converted checkpoint, kept in a folder."""
+        folder = self.out / f"converted-{_short_hash([preset, settings])}"
         if not folder.exists():
-            model = apply_drope(self.rope(), preset, **settings)
+            convert_checkpoint(plan_conversion(self.source, preset, overrides=settings), folder, base_model=BASE_MODEL)
+        return folder
+
+    def calibrated_folder(
+        self, preset: str, steps: int | None = None, output_steps: int | None = None, **settings: Any
+    ) -> Path:
+        """The converted and calibrated checkpoint; kept, since many states begin with it."""
+        folder = self.out / f"calibrated-{_short_hash([preset, steps, output_steps, settings])}"
+        if not folder.exists():
+            part = Path(f"{folder}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(self.converted_folder(preset, **settings), part)
+            model = AutoModelForCausalLM.from_pretrained(part, dtype=torch.float32)
             counts = {"steps": steps, "output_steps": output_steps}
             report = calibrate(model, None, self.calibration, progress=False, **counts)
             print("  " + report.describe().replace("\n", "\n  "), flush=True)
-            model.save_pretrained(folder)
+            model.save_pretrained(part)
+            # The model card tells of it.
+            record = json.loads((part / RECORD).read_text(encoding="utf-8"))
+            record["calibration"] = {**report.to_dict(), "text_sha256": text_hashes([self.corpus])}
+            (part / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+            part.rename(folder)
+        return folder
+
+    def calibrated(self, *which: Any, rope_fade: str = "angle", **settings: Any) -> Any:
+        folder = self.calibrated_folder(*which, **settings)
         config = AutoConfig.from_pretrained(folder)
         # Of no matter to the calibration.
         config.drope_parameters["rope_fade"] = rope_fade
@@ -159,6 +186,10 @@ class Experiment:
         self.results[name] = row
         self.results_file.write_text(json.dumps(self.results, indent=2))
         print(f"{name:45} " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+
+
+def _short_hash(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def states(run: Experiment, long: bool) -> dict[str, Callable[[], Any]]:
